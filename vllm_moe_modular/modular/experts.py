@@ -1,0 +1,109 @@
+"""Permute-experts-unpermute: both GEMMs and the activation of the experts of one rank.
+
+Letters: R rows after dispatch, K top-k, H hidden, F expert intermediate, E local experts, C capacity per expert.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+import torch
+
+from vllm_moe_modular.activation_format import ActivationFormat
+from vllm_moe_modular.modular.prepare_finalize import Rows
+from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
+from vllm_moe_modular.modular.workspace import BufferSpec
+
+
+class ActivationKind(Enum):
+    """The function between the two GEMMs. Gated kinds turn 2F columns into F, the others keep F."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    SWIGLU_OAI = "swiglu_oai"
+    SILU_NO_MUL = "silu_no_mul"
+    GELU_NO_MUL = "gelu_no_mul"
+    RELU2_NO_MUL = "relu2_no_mul"
+
+    @property
+    def is_gated(self) -> bool:
+        return not self.value.endswith("_no_mul")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """The activation with its constants.
+
+    With gate g and up u, each clamped first where a limit is set (g <= limit, -limit <= u <= limit):
+    silu, gelu, gelu_tanh: act(g) * u; swiglu_oai: g * sigmoid(alpha * g) * (u + beta).
+
+    Attributes:
+        limit: the clamp, or None.
+        alpha, beta: of swiglu_oai; gpt-oss uses 1.702 and 1.
+        interleaved: column 2i is gate i and column 2i+1 up i, as gpt-oss stores it; else all gates, then all ups.
+    """
+
+    kind: ActivationKind
+    limit: float | None = None
+    alpha: float = 1.702
+    beta: float = 1.0
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The weights of this rank's experts, unquantised, as checkpoints store them.
+
+    Attributes:
+        w13: [E, 2F, H] gate and up projection ([E, F, H] for an activation without a gate).
+        w2: [E, H, F] down projection.
+        w13_bias: [E, 2F] or None.
+        w2_bias: [E, H] or None.
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+
+
+class PermuteExpertsUnpermute(ABC):
+    """An expert kernel. Knows nothing of ranks; holds no per-call state and no copy of a weight."""
+
+    activation_format: ClassVar[ActivationFormat]
+
+    weight_and_reduce_by: ClassVar[frozenset[WeightAndReduceBy]]
+    """Where the weighted sum may be done when these experts are used."""
+
+    topk_indices_dtype: ClassVar[torch.dtype | None] = None
+    """The dtype that topk_ids must have; None: int32 and int64 both do."""
+
+    def workspace(self, rows: Rows, weights: ExpertWeights) -> Sequence[BufferSpec]:  # noqa: ARG002
+        """The scratch tensors of one call of `apply` on such rows."""
+        return ()
+
+    @abstractmethod
+    def apply(
+        self,
+        rows: Rows,
+        weights: ExpertWeights,
+        *,
+        workspace: Sequence[torch.Tensor],
+        weight_and_reduce_by: WeightAndReduceBy,
+        router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        """Run the experts.
+
+        Args:
+            rows: in this kernel's activation format; never written to. There may be no rows.
+            weights: of this rank's experts.
+            workspace: as asked for by `workspace`, uninitialised.
+            weight_and_reduce_by: one of those declared. EXPERTS: apply the router's weights and sum over top-k.
+            router_weight_on_input: the weights multiply the input of the experts instead of their output.
+
+        Returns:
+            EXPERTS: [R, H]; FINALIZE: [R, K, H] (standard) or [E, C, H] (batched). Dtype of `rows.x`.
+        """

@@ -1,0 +1,114 @@
+"""The composer: prepare, experts, finalize."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_moe_modular.errors import IncompatiblePartsError, ShapeError
+from vllm_moe_modular.modular.experts import ExpertWeights, PermuteExpertsUnpermute
+from vllm_moe_modular.modular.prepare_finalize import PrepareAndFinalize
+from vllm_moe_modular.modular.workspace import Allocate
+
+
+def pair_objections(
+    prepare_finalize: PrepareAndFinalize[Any] | type[PrepareAndFinalize[Any]],
+    experts: PermuteExpertsUnpermute | type[PermuteExpertsUnpermute],
+) -> list[str]:
+    """Why these two cannot be composed; empty if they can."""
+    objections = []
+    if prepare_finalize.activation_format is not experts.activation_format:
+        objections.append(
+            f"the all-to-all delivers the {prepare_finalize.activation_format.value} format, "
+            f"the experts take the {experts.activation_format.value} format"
+        )
+    if prepare_finalize.weight_and_reduce_by not in experts.weight_and_reduce_by:
+        able = " or ".join(sorted(by.value for by in experts.weight_and_reduce_by))
+        objections.append(
+            f"the all-to-all leaves the top-k weight and reduce to {prepare_finalize.weight_and_reduce_by.value}, "
+            f"the experts leave it to {able}"
+        )
+    return objections
+
+
+class ModularKernel:
+    """A mixture-of-experts layer composed of an all-to-all and an expert kernel. Holds no per-call state.
+
+    Args:
+        prepare_finalize: the all-to-all.
+        experts: the expert kernel.
+        allocate: scratch memory for the experts.
+
+    Raises:
+        IncompatiblePartsError: the two do not fit, with every reason.
+    """
+
+    def __init__(
+        self, prepare_finalize: PrepareAndFinalize[Any], experts: PermuteExpertsUnpermute, *, allocate: Allocate
+    ) -> None:
+        if objections := pair_objections(prepare_finalize, experts):
+            raise IncompatiblePartsError(
+                f"{type(prepare_finalize).__name__} with {type(experts).__name__}: {'; '.join(objections)}; "
+                "choose experts of that format (`vllm-moe-modular explain` lists the pairs)"
+            )
+        self.prepare_finalize = prepare_finalize
+        self.experts = experts
+        self._allocate = allocate
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """The dtype that the router should give topk_ids in; `apply` casts what differs."""
+        return self.prepare_finalize.topk_indices_dtype or self.experts.topk_indices_dtype
+
+    def apply(
+        self,
+        x_TH: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        weights: ExpertWeights,
+        *,
+        max_tokens_per_rank: int,
+        router_weight_on_input: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """Run the layer on this rank's tokens.
+
+        Args:
+            x_TH: [T, H]; never written to.
+            topk_ids_TK: [T, K], int32 or int64, global ids; -1 = no expert.
+            topk_weights_TK: [T, K], float32.
+            weights: of this rank's experts.
+            max_tokens_per_rank: the largest T of any rank in this step, the same on every rank.
+            router_weight_on_input: the weights multiply the experts' input rather than their output.
+            meanwhile: work to overlap with the way home, the shared experts usually. Called exactly once.
+
+        Returns:
+            [T, H], dtype of `x_TH`.
+        """
+        if topk_weights_TK.shape != topk_ids_TK.shape or topk_ids_TK.shape[0] != x_TH.shape[0]:
+            T, K = x_TH.shape[0], topk_ids_TK.shape[-1]
+            wrong = "topk_ids_TK" if topk_ids_TK.shape[0] != T else "topk_weights_TK"
+            got = topk_ids_TK.shape if wrong == "topk_ids_TK" else topk_weights_TK.shape
+            raise ShapeError(wrong, want=("T", "K"), values={"T": T, "K": K}, got=got)
+        by = self.prepare_finalize.weight_and_reduce_by
+        dispatched = self.prepare_finalize.prepare(
+            x_TH,
+            topk_ids_TK.to(self.prepare_finalize.topk_indices_dtype or topk_ids_TK.dtype),
+            topk_weights_TK,
+            max_tokens_per_rank=max_tokens_per_rank,
+            router_weight_on_input=router_weight_on_input,
+        )
+        rows = dispatched.rows.with_ids_as(self.experts.topk_indices_dtype)
+        y = self.experts.apply(
+            rows,
+            weights,
+            workspace=self._allocate(self.experts.workspace(rows, weights)),
+            weight_and_reduce_by=by,
+            router_weight_on_input=router_weight_on_input,
+        )
+        out_TH = torch.empty_like(x_TH)
+        wait = self.prepare_finalize.finalize_async(y, dispatched.ticket, out_TH=out_TH)
+        if meanwhile is not None:
+            meanwhile()
+        wait()
+        return out_TH
