@@ -1,0 +1,117 @@
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from vllm_moe_modular.activation_format import ActivationFormat
+from vllm_moe_modular.errors import NoUsablePartError
+from vllm_moe_modular.selection.builtin import builtin_registry
+from vllm_moe_modular.selection.problem import Device, Problem
+from vllm_moe_modular.selection.registry import Part, PartKind
+from vllm_moe_modular.selection.select import select
+
+LAPTOP, H200 = Device(kind="cpu"), Device(kind="cuda", sm=90)
+SINGLE = Problem(num_experts=8, num_local_experts=8, top_k=2, hidden=64, intermediate=32)
+DP2_EP = replace(SINGLE, num_local_experts=4, dp_size=2, ep_size=2)
+TP2_EP = replace(SINGLE, num_local_experts=4, tp_size=2, ep_size=2)
+
+
+def chosen(problem: Problem, device: Device = LAPTOP, **asked_for: str) -> str:
+    return str(select(builtin_registry(), problem, device, **asked_for).choice)
+
+
+def test_own_tokens_on_each_rank_are_sent() -> None:
+    assert chosen(DP2_EP) == "torch + torch"
+
+
+def test_tokens_that_all_ranks_have_are_not_sent() -> None:
+    assert chosen(TP2_EP) == "local + torch"
+
+
+def test_a_named_all_to_all_is_used_where_auto_would_not() -> None:
+    assert chosen(TP2_EP, all2all="torch") == "torch + torch"
+    assert chosen(TP2_EP, all2all="allgather") == "allgather + torch"
+
+
+def test_auto_leaves_a_single_process_on_cpu_to_vllm_and_says_why() -> None:
+    selection = select(builtin_registry(), SINGLE, LAPTOP)
+    assert selection.choice is None
+    assert "vLLM's own CPU kernel is faster" in selection.why_not
+
+
+def test_named_parts_run_a_single_process_on_cpu() -> None:
+    assert chosen(SINGLE, all2all="local", experts="torch") == "local + torch"
+
+
+def test_naming_only_the_all_to_all_does_not_smuggle_in_declined_experts() -> None:
+    assert chosen(SINGLE, all2all="local") == "None"
+
+
+def test_a_named_part_that_does_not_fit_is_never_replaced() -> None:
+    selection = select(builtin_registry(), DP2_EP, LAPTOP, all2all="local")
+    with pytest.raises(NoUsablePartError, match=r"no  local.*has its own tokens"):
+        selection.require()
+
+
+def test_data_parallel_without_expert_parallel_says_enable_expert_parallel() -> None:
+    selection = select(builtin_registry(), replace(SINGLE, dp_size=2), LAPTOP)
+    assert "pass --enable-expert-parallel" in selection.why_not
+
+
+def test_every_objection_is_reported() -> None:
+    broken = replace(DP2_EP, lora=False, activation="situ", quant_scheme="Fp8MoEMethod")
+    verdict = next(v for v in select(builtin_registry(), broken, H200).verdicts[PartKind.EXPERTS])
+    assert len(verdict.objections) == 2
+    assert len(verdict.reservations) == 1
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(NoUsablePartError, match=r"'deepep'.*known: auto, local, torch, allgather"):
+        select(builtin_registry(), DP2_EP, LAPTOP, all2all="deepep")
+
+
+def test_a_module_that_another_rank_lacks_rules_the_part_out() -> None:
+    registry = builtin_registry()
+    torch_part = next(p for p in registry.of(PartKind.PREPARE_FINALIZE) if p.name == "torch")
+    selection = select(registry, DP2_EP, LAPTOP, missing={torch_part.target: ["deep_ep"]})
+    assert str(selection.choice) == "allgather + torch"
+    assert "deep_ep is not installed on every rank" in selection.explain()
+
+
+def test_formats_that_differ_are_not_paired() -> None:
+    registry = builtin_registry()
+    registry.add(
+        Part(
+            name="batched", kind=PartKind.PREPARE_FINALIZE, target="m:C", activation_format=ActivationFormat.BATCHED,
+            reduces=frozenset({"finalize"}), preference=1, summary="",
+        )
+    )  # fmt: skip
+    assert select(registry, DP2_EP, LAPTOP, all2all="batched").choice is None
+
+
+def test_a_name_can_be_registered_once() -> None:
+    registry = builtin_registry()
+    with pytest.raises(ValueError, match="already registered"):
+        registry.add(next(registry.of(PartKind.EXPERTS)))
+
+
+def test_explain_is_stable_text() -> None:
+    assert select(builtin_registry(), DP2_EP, LAPTOP).explain().splitlines()[2:] == [
+        "all-to-all (asked for: auto)",
+        "      no  local                    each of the 2 expert-parallel ranks has its own tokens (data parallel "
+        "size 2, sequence parallel False); choose an all-to-all that moves them",
+        "  chosen  torch",
+        "  usable  allgather",
+        "experts (asked for: auto)",
+        "  chosen  torch",
+    ]
+
+
+def test_selecting_imports_no_torch_and_no_vllm() -> None:
+    code = (
+        "import sys, vllm_moe_modular.selection.select, vllm_moe_modular.selection.builtin as b; b.builtin_registry()"
+    )
+    code += "; print('torch' in sys.modules, 'vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,74 @@
+"""The one table of built-in parts."""
+
+from vllm_moe_modular.activation_format import ActivationFormat
+from vllm_moe_modular.selection import checks
+from vllm_moe_modular.selection.registry import Part, PartKind, Registry
+
+_BY_EXPERTS = frozenset({"experts"})
+
+_GRAPH = "the host reads how many rows arrive"
+
+PARTS = (
+    Part(
+        name="local",
+        kind=PartKind.PREPARE_FINALIZE,
+        target="vllm_moe_modular.prepare_finalize.local:LocalPrepareAndFinalize",
+        activation_format=ActivationFormat.STANDARD,
+        reduces=_BY_EXPERTS,
+        preference=10,
+        summary="no communication: one rank, or tokens that every rank already has",
+        checks=(checks.replaceable, checks.tokens_everywhere),
+    ),
+    Part(
+        name="torch",
+        kind=PartKind.PREPARE_FINALIZE,
+        target="vllm_moe_modular.prepare_finalize.torch_all_to_all:TorchPrepareAndFinalize",
+        activation_format=ActivationFormat.STANDARD,
+        reduces=_BY_EXPERTS,
+        preference=50,
+        summary="ragged all-to-all over torch.distributed (gloo, NCCL), each token once per rank",
+        checks=(checks.replaceable, checks.communicates, checks.no_cuda_graph(_GRAPH)),
+        declines=(checks.replicated_tokens,),
+    ),
+    Part(
+        name="allgather",
+        kind=PartKind.PREPARE_FINALIZE,
+        target="vllm_moe_modular.prepare_finalize.allgather:AllGatherPrepareAndFinalize",
+        activation_format=ActivationFormat.STANDARD,
+        reduces=_BY_EXPERTS,
+        preference=60,
+        summary="every rank's tokens to every rank, partial sums back",
+        checks=(checks.replaceable, checks.communicates),
+        declines=(checks.replicated_tokens,),
+    ),
+    Part(
+        name="torch",
+        kind=PartKind.EXPERTS,
+        target="vllm_moe_modular.experts.torch_experts:TorchExperts",
+        activation_format=ActivationFormat.STANDARD,
+        reduces=frozenset({"experts", "finalize"}),
+        preference=90,
+        summary="plain torch; the CPU kernel and the reference for all others",
+        checks=(
+            checks.replaceable,
+            checks.plain_weights,
+            checks.activation_one_of(
+                "silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave",
+                "silu_no_mul", "gelu_no_mul", "relu2_no_mul",
+            ),
+            checks.no_cuda_graph("the host loops over the experts that have rows"),
+        ),
+        declines=(
+            checks.needs_expert_parallel_on_cpu,
+            checks.not_on("cuda", "far slower than vLLM's own kernels on a GPU; name it to use it as a reference"),
+        ),
+        raw_weights=True,
+    ),
+)  # fmt: skip
+
+
+def builtin_registry() -> Registry:
+    """A new registry with the parts of this package."""
+    registry = Registry()
+    registry.add_all(PARTS)
+    return registry

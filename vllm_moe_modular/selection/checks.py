@@ -1,0 +1,99 @@
+"""The checks that parts are made of. Each takes its limits and returns a `Check`."""
+
+from vllm_moe_modular.selection.problem import Device, Problem
+from vllm_moe_modular.selection.registry import Check
+
+
+def replaceable(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """What rules out every part."""
+    if not problem.supports_modular:
+        return f"vLLM's {problem.quant_scheme} has no modular form; the layer stays with vLLM"
+    if problem.lora:
+        return "LoRA keeps a kernel from before the swap and would be ignored; serve without --enable-lora"
+    if problem.pcp_size > 1:
+        return "prefill context parallelism is not supported; pass --prefill-context-parallel-size 1"
+    return None
+
+
+def communicates(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For all-to-alls that move tokens between ranks."""
+    if problem.ep_size > 1:
+        return None
+    if problem.dp_size > 1:
+        return (
+            f"data parallel size {problem.dp_size} without expert parallelism cuts every expert over the ranks; "
+            "pass --enable-expert-parallel"
+        )
+    return (
+        "one rank holds all experts, there is nobody to send tokens to; pass --enable-expert-parallel with -tp or -dp"
+    )
+
+
+def tokens_everywhere(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For `local`: no tokens have to move."""
+    if problem.tokens_replicated:
+        return None
+    if problem.dp_size > 1 and problem.ep_size == 1:
+        return (
+            f"data parallel size {problem.dp_size} without expert parallelism needs every rank's tokens; "
+            "pass --enable-expert-parallel"
+        )
+    return (
+        f"each of the {problem.ep_size} expert-parallel ranks has its own tokens (data parallel size "
+        f"{problem.dp_size}, sequence parallel {problem.sequence_parallel}); choose an all-to-all that moves them"
+    )
+
+
+def activation_one_of(*names: str) -> Check:
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        if problem.activation in names:
+            return None
+        return f"activation {problem.activation} is not one of {', '.join(names)}; leave the layer to vLLM"
+
+    return check
+
+
+def plain_weights(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For experts that read unquantised weights off the layer."""
+    if problem.quant_scheme != "none":
+        return f"the weights are quantised ({problem.quant_scheme}); serve an unquantised checkpoint"
+    return problem.weights_missing or None
+
+
+def device_kind(kind: str) -> Check:
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        return None if device.kind == kind else f"runs on {kind}, this device is {device.kind}"
+
+    return check
+
+
+def no_cuda_graph(why: str) -> Check:
+    def check(problem: Problem, device: Device) -> str | None:
+        if device.kind == "cuda" and problem.cuda_graph:
+            return f"cannot be captured in a CUDA graph ({why}); pass --enforce-eager"
+        return None
+
+    return check
+
+
+def not_on(kind: str, why: str) -> Check:
+    """A reservation: `auto` does not use the part on such devices."""
+
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        return why if device.kind == kind else None
+
+    return check
+
+
+def needs_expert_parallel_on_cpu(problem: Problem, device: Device) -> str | None:
+    """A reservation: without expert parallelism vLLM's own CPU kernel is the better choice."""
+    if device.kind == "cpu" and problem.ep_size == 1:
+        return "without expert parallelism vLLM's own CPU kernel is faster; name the part to use it all the same"
+    return None
+
+
+def replicated_tokens(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """A reservation: tokens that every rank already has need not be sent."""
+    if problem.tokens_replicated:
+        return "every rank already has all tokens, sending them gains nothing; `local` does without"
+    return None

@@ -1,0 +1,94 @@
+"""Parts by name. One entry per part; importing this module imports no kernel, no torch and no vLLM."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from vllm_moe_modular.activation_format import ActivationFormat
+from vllm_moe_modular.selection.problem import Device, Problem
+
+Check = Callable[[Problem, Device], str | None]
+"""None = fine; else one sentence with the value, the limit and the remedy. A check that raises is a bug."""
+
+
+class PartKind(Enum):
+    PREPARE_FINALIZE = "all-to-all"
+    EXPERTS = "experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is known of a part before it is imported.
+
+    Attributes:
+        name: what users type.
+        target: "package.module:Class" with a classmethod `build(context)`, imported only once chosen.
+        reduces: for experts, where the top-k weight and reduce may be done; for an all-to-all, where it must be.
+        preference: lower is preferred by `auto`, among those that fit.
+        summary: one line for tables.
+        checks: reasons why it cannot run a problem.
+        declines: reasons why `auto` leaves it out although it could run; who names the part gets it.
+        requires: top-level modules that must be importable.
+        raw_weights: needs the weights as the checkpoint stores them.
+    """
+
+    name: str
+    kind: PartKind
+    target: str
+    activation_format: ActivationFormat
+    reduces: frozenset[str]
+    preference: int
+    summary: str
+    checks: tuple[Check, ...] = ()
+    declines: tuple[Check, ...] = ()
+    requires: tuple[str, ...] = ()
+    raw_weights: bool = False
+
+    def objections(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """All of them: who mends one should not discover the next by running again."""
+        return tuple(why for check in self.checks if (why := check(problem, device)))
+
+    def reservations(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """Why `auto` leaves it out."""
+        return tuple(why for check in self.declines if (why := check(problem, device)))
+
+    def missing_modules(self) -> tuple[str, ...]:
+        """Of `requires`, what is not installed in this process."""
+        return tuple(m for m in self.requires if find_spec(m) is None)
+
+    def load(self) -> Any:
+        """Import the class."""
+        module, _, name = self.target.partition(":")
+        return getattr(import_module(module), name)
+
+
+@dataclass(slots=True)
+class Registry:
+    """All parts, ours and third parties'."""
+
+    _parts: dict[tuple[PartKind, str], Part] = field(default_factory=dict)
+
+    def add(self, part: Part) -> None:
+        """Register `part`.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        key = (part.kind, part.name)
+        if key in self._parts:
+            raise ValueError(
+                f"{part.kind.value} {part.name!r} ({part.target}) is already registered by {self._parts[key].target}; "
+                "give the part another name"
+            )
+        self._parts[key] = part
+
+    def add_all(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            self.add(part)
+
+    def of(self, kind: PartKind) -> Iterator[Part]:
+        """The parts of one kind, best first."""
+        return iter(sorted((p for p in self._parts.values() if p.kind is kind), key=lambda p: (p.preference, p.name)))

@@ -1,0 +1,134 @@
+"""Choosing a pair of parts; the answer explains itself. No logging, no environment, no torch, no vLLM."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from vllm_moe_modular.errors import NoUsablePartError
+from vllm_moe_modular.selection.problem import Device, Problem
+from vllm_moe_modular.selection.registry import Part, PartKind, Registry
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One part against one problem."""
+
+    part: Part
+    objections: tuple[str, ...]
+    reservations: tuple[str, ...]
+
+    def usable(self, asked_for: str) -> bool:
+        """Reservations bind `auto` alone."""
+        return not self.objections and (asked_for == self.part.name or not self.reservations)
+
+    @property
+    def reasons(self) -> str:
+        return "; ".join((*self.objections, *self.reservations))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A pair that fits."""
+
+    all2all: Part
+    experts: Part
+
+    def __str__(self) -> str:
+        return f"{self.all2all.name} + {self.experts.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Every candidate with every reason, and what was chosen of them, if anything."""
+
+    problem: Problem
+    device: Device
+    asked_for: Mapping[PartKind, str]
+    verdicts: Mapping[PartKind, tuple[Verdict, ...]]
+    choice: Choice | None
+
+    @property
+    def why_not(self) -> str:
+        """The reasons in one line, for a log; each reason once."""
+        seen: dict[str, None] = {}
+        for kind, verdicts in self.verdicts.items():
+            asked_for = self.asked_for[kind]
+            for v in verdicts:
+                if asked_for in (AUTO, v.part.name) and not v.usable(asked_for):
+                    for reason in (*v.objections, *v.reservations):
+                        seen.setdefault(reason)
+        return "; ".join(seen) or "no all-to-all and experts of the same format fit"
+
+    def explain(self) -> str:
+        """The whole table."""
+        lines = [str(self.problem), str(self.device)]
+        for kind, verdicts in self.verdicts.items():
+            lines.append(f"{kind.value} (asked for: {self.asked_for[kind]})")
+            chosen = None
+            if self.choice is not None:
+                chosen = self.choice.all2all if kind is PartKind.PREPARE_FINALIZE else self.choice.experts
+            for v in verdicts:
+                mark = "chosen" if v.part is chosen else "usable" if v.usable(self.asked_for[kind]) else "no"
+                lines.append(f"  {mark:>6}  {v.part.name:<24} {v.reasons}".rstrip())
+        return "\n".join(lines)
+
+    def require(self) -> Choice:
+        """The choice.
+
+        Raises:
+            NoUsablePartError: nothing fits; the message is the whole table.
+        """
+        if self.choice is None:
+            raise NoUsablePartError("no part that was asked for can run this layer:\n" + self.explain())
+        return self.choice
+
+
+def select(
+    registry: Registry,
+    problem: Problem,
+    device: Device,
+    *,
+    all2all: str = AUTO,
+    experts: str = AUTO,
+    missing: Mapping[str, Iterable[str]] | None = None,
+) -> Selection:
+    """Choose the best pair for `problem`.
+
+    Args:
+        all2all, experts: a part's name, which is then used or nothing is, or "auto".
+        missing: by a part's target, the modules that some rank lacks; default: what this process lacks.
+
+    Raises:
+        NoUsablePartError: a name that no part has; the message lists the known ones.
+    """
+    asked_for = {PartKind.PREPARE_FINALIZE: all2all, PartKind.EXPERTS: experts}
+    verdicts = {}
+    for kind, name in asked_for.items():
+        known = [p.name for p in registry.of(kind)]
+        if name not in (AUTO, *known):
+            raise NoUsablePartError(f"{kind.value} {name!r} is not known; known: {AUTO}, {', '.join(known)}")
+        verdicts[kind] = tuple(_judge(p, problem, device, missing) for p in registry.of(kind))
+    pairs = [
+        Choice(a.part, e.part)
+        for a in verdicts[PartKind.PREPARE_FINALIZE]
+        for e in verdicts[PartKind.EXPERTS]
+        if _asked(a, all2all) and _asked(e, experts) and fits(a.part, e.part)
+    ]
+    best = min(pairs, key=lambda c: c.all2all.preference + c.experts.preference, default=None)
+    return Selection(problem, device, asked_for, verdicts, best)
+
+
+def fits(all2all: Part, experts: Part) -> bool:
+    """Whether the two can be composed: same format, and one place for the top-k weight and reduce."""
+    return all2all.activation_format is experts.activation_format and all2all.reduces <= experts.reduces
+
+
+def _asked(verdict: Verdict, name: str) -> bool:
+    return name in (AUTO, verdict.part.name) and verdict.usable(name)
+
+
+def _judge(part: Part, problem: Problem, device: Device, missing: Mapping[str, Iterable[str]] | None) -> Verdict:
+    absent = part.missing_modules() if missing is None else tuple(missing.get(part.target, ()))
+    not_there = tuple(f"the module {m} is not installed on every rank; install it" for m in absent)
+    return Verdict(part, not_there + part.objections(problem, device), part.reservations(problem, device))
