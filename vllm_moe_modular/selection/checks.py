@@ -6,8 +6,8 @@ from vllm_moe_modular.selection.registry import Check
 
 def replaceable(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
     """What rules out every part."""
-    if not problem.supports_modular:
-        return f"vLLM's {problem.quant_scheme} has no modular form; the layer stays with vLLM"
+    if problem.irreplaceable:
+        return problem.irreplaceable
     if problem.lora:
         return "LoRA keeps a kernel from before the swap and would be ignored; serve without --enable-lora"
     if problem.pcp_size > 1:

@@ -30,7 +30,7 @@ class Problem:
         tp_size, dp_size, pcp_size, ep_size: ranks of each kind; ep_size 1 without expert parallelism.
         sequence_parallel: each tensor-parallel rank holds its own slice of the tokens.
         capacity_tokens: the most tokens of any rank in one step (the scheduler's limit).
-        supports_modular: whether vLLM's method of the layer can be replaced at all.
+        irreplaceable: why vLLM's method of the layer cannot be replaced at all; empty: it can.
     """
 
     num_experts: int
@@ -54,7 +54,7 @@ class Problem:
     micro_batches: bool = False
     eplb: bool = False
     lora: bool = False
-    supports_modular: bool = True
+    irreplaceable: str = ""
 
     @property
     def tokens_replicated(self) -> bool:

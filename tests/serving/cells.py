@@ -1,0 +1,108 @@
+"""The serving table: which model families are served how, and which cells a short run takes.
+
+A short run takes every family, every mode, eager and compiled at least once; `./dev test --all` takes every cell.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SETTINGS_ON = {"VLLM_MOE_MODULAR": "1", "VLLM_MOE_MODULAR_STRICT": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """How many ranks of which kind, and what the user asks of the plugin.
+
+    Attributes:
+        parts: what each layer has to run on, as the log says it.
+    """
+
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    parts: str
+
+
+NAMED_LOCAL = {"VLLM_MOE_MODULAR_ALL2ALL": "local", "VLLM_MOE_MODULAR_EXPERTS": "torch"}
+EP = "--enable-expert-parallel"
+MODES = {
+    "single": Mode(env=NAMED_LOCAL, parts="local + torch"),
+    "tp2": Mode(args=("-tp", "2"), env=NAMED_LOCAL, parts="local + torch"),
+    "tp2-ep-auto": Mode(args=("-tp", "2", EP), parts="local + torch"),
+    "tp2-ep-named": Mode(args=("-tp", "2", EP), env={"VLLM_MOE_MODULAR_ALL2ALL": "torch"}, parts="torch + torch"),
+    "dp2-ep": Mode(args=("-dp", "2", EP), parts="torch + torch"),
+    "dp2-ep-allgather": Mode(
+        args=("-dp", "2", EP), env={"VLLM_MOE_MODULAR_ALL2ALL": "allgather"}, parts="allgather + torch"
+    ),
+    "dp2-tp2-ep": Mode(args=("-dp", "2", "-tp", "2", EP), parts="torch + torch"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One server: a family in a mode, eager or compiled."""
+
+    family: str
+    mode: str
+    compiled: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.mode}-{'compiled' if self.compiled else 'eager'}"
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """Arguments of `vllm serve`."""
+        if self.compiled:
+            return MODES[self.mode].args
+        # vLLM's own CPU rotary operation is wrong for DeepSeek in eager mode.
+        deepseek = ("-cc", '{"custom_ops":["all","-rotary_embedding"]}') if "deepseek" in self.family else ()
+        return (*MODES[self.mode].args, "--enforce-eager", *deepseek)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The cells of one vLLM release."""
+
+    core: tuple[Cell, ...]
+    more: tuple[Cell, ...]
+
+
+_THREE = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+_CORE = (
+    Cell("qwen3_moe", "dp2-ep"),
+    Cell("qwen3_moe", "tp2-ep-auto", compiled=True),
+    Cell("mixtral", "dp2-ep-allgather"),
+    Cell("deepseek_v2", "dp2-ep", compiled=True),
+    Cell("deepseek_v3", "dp2-tp2-ep"),
+    Cell("deepseek_v3", "tp2-ep-named", compiled=True),
+    Cell("gpt_oss", "dp2-ep"),
+    Cell("gpt_oss", "single", compiled=True),
+    Cell("qwen2_moe", "tp2-ep-named"),
+    Cell("olmoe", "tp2"),
+)
+_ALL_0_32 = [
+    *(
+        Cell(family, mode, compiled)
+        for family in _THREE
+        for mode in ("single", "tp2-ep-auto", "tp2-ep-named", "dp2-ep", "dp2-tp2-ep")
+        for compiled in (False, True)
+    ),
+    *(
+        Cell(family, mode)
+        for family in ("mixtral", "deepseek_v2", "qwen2_moe", "olmoe")
+        for mode in ("dp2-ep", "tp2-ep-auto")
+    ),
+    Cell("qwen2_moe", "dp2-tp2-ep", compiled=True),
+    Cell("deepseek_v2", "dp2-ep-allgather"),
+]  # fmt: skip
+
+_CORE_0_11 = (Cell("qwen2_moe", "dp2-tp2-ep"),)
+_ALL_0_11 = [
+    Cell(family, mode)
+    for family in ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe")
+    for mode in ("tp2", "tp2-ep-auto", "tp2-ep-named", "dp2-ep", "dp2-tp2-ep")
+] + [Cell(family, "single") for family in ("qwen3_moe", "qwen2_moe")]
+
+TABLES = {
+    (0, 32): Table(_CORE, tuple(c for c in _ALL_0_32 if c not in _CORE)),
+    (0, 11): Table(_CORE_0_11, tuple(c for c in _ALL_0_11 if c not in _CORE_0_11)),
+}

@@ -1,0 +1,41 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from vllm_moe_modular.testing.checkpoints import make_checkpoint
+from vllm_moe_modular.testing.reference_tokens import default_prompts
+
+MAX_TOKENS = 24
+PROMPTS = default_prompts(8, seed=0)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny checkpoint of a family, made once per session."""
+
+    @cache
+    def make(family: str, **sizes: int) -> Path:
+        return make_checkpoint(family, tmp_path_factory.mktemp(family) / "model", **sizes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[list[int]]]:
+    """Greedy tokens of a checkpoint by Hugging Face, made once per session in a process of their own."""
+
+    @cache
+    def ask(model: Path) -> list[list[int]]:
+        prompts = tmp_path_factory.mktemp("reference") / "prompts.json"
+        prompts.write_text(json.dumps(PROMPTS))
+        command = [sys.executable, "-m", "vllm_moe_modular.testing.reference_tokens", str(model)]
+        command += ["--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)
+
+    return ask

@@ -1,0 +1,43 @@
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from vllm_moe_modular.errors import AgreementError
+from vllm_moe_modular.vllm_adapter.agreement import exchange, require_equal
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def client(store: dist.TCPStore) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
+
+
+def test_every_rank_gets_every_record(store: dist.TCPStore) -> None:
+    def run(rank: int) -> list[dict[str, int]]:
+        return exchange(client(store), topic="t", rank=rank, size=3, record={"rank": rank}, timeout_s=10)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(3))) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
+
+
+def test_a_silent_rank_is_named(store: dist.TCPStore) -> None:
+    with pytest.raises(AgreementError, match=r"rank 0 of 3: ranks \[1, 2\].*VLLM_MOE_MODULAR"):
+        exchange(store, topic="t", rank=0, size=3, record={}, timeout_s=0.2)
+
+
+def test_differences_name_the_field_and_the_ranks() -> None:
+    records = [{"all2all": "torch", "dtype": "float32"}, {"all2all": "allgather", "dtype": "float32"}]
+    with pytest.raises(AgreementError) as error:
+        require_equal(records, what="their settings")
+    assert 'all2all: "torch" on ranks [0], "allgather" on ranks [1]' in str(error.value)
+    assert "dtype" not in str(error.value)
+
+
+def test_a_field_that_one_rank_lacks_is_a_difference() -> None:
+    with pytest.raises(AgreementError, match="version"):
+        require_equal([{"version": "1"}, {}], what="their settings")

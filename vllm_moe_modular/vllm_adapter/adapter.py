@@ -1,0 +1,169 @@
+"""The flow that is the same in every vLLM era: agree, plan, load, commit. An era's file fills in the seams."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from vllm_moe_modular.errors import NoUsablePartError
+from vllm_moe_modular.settings import ADDITIONAL_CONFIG_KEY, Settings, with_overrides
+from vllm_moe_modular.vllm_adapter.agreement import agree_on_layer, agree_on_settings
+from vllm_moe_modular.vllm_adapter.layer import MoELayer
+from vllm_moe_modular.vllm_adapter.method import ModularForward, maybe_make_fused_moe_modular_method
+from vllm_moe_modular.vllm_adapter.patches import Patch
+from vllm_moe_modular.vllm_adapter.report import Report
+from vllm_moe_modular.vllm_adapter.runtime import Plan, Runtime
+
+_PLAN = "_moe_modular_plan"
+
+
+class Adapter(ABC):
+    """Ties the common code to one era, for one process.
+
+    Args:
+        runtime: of this process.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.vllm_config: Any = None  # of the model that is being loaded
+        self._loads = 0
+
+    @property
+    @abstractmethod
+    def patches(self) -> tuple[Patch, ...]:
+        """What is changed in vLLM."""
+
+    @abstractmethod
+    def layer(self, module: Any) -> MoELayer | None:
+        """The layer that owns the weights `module`; None if it is not one of a MoE layer."""
+
+    @abstractmethod
+    def layers(self, model_runner: Any) -> list[MoELayer]:
+        """Every MoE layer of the model, and of the drafter if there is one."""
+
+    @abstractmethod
+    def make_method(self, layer: MoELayer, forward: ModularForward) -> Any:
+        """This era's `FusedMoEModularMethod`."""
+
+    @abstractmethod
+    def tokens_bound(self, num_tokens: int) -> int:
+        """The largest token count of any data-parallel rank in this step, given this rank's."""
+
+    @abstractmethod
+    def expert_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which experts are spread; None where a model has none."""
+
+    @abstractmethod
+    def current_config(self, vllm_config: Any) -> AbstractContextManager[Any]:
+        """vLLM's context in which its modules may be constructed."""
+
+    def load_model(self, original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+        """In the place of `Worker.load_model`: agree on the settings, load, then visit every MoE layer.
+
+        Raises:
+            AgreementError: the ranks are not configured alike.
+            NoUsablePartError: a named part does not fit, or strict mode and a layer stays with vLLM.
+        """
+        self.runtime.settings = engine_settings(self.runtime.settings, worker.vllm_config.additional_config)
+        if not self.runtime.settings.enabled:
+            original(worker, *args, **kwargs)
+            return
+        agree_on_settings(self.runtime, self.expert_parallel_group(), load=self._loads)
+        self._loads += 1
+        self.vllm_config = worker.vllm_config
+        original(worker, *args, **kwargs)
+        if self.loads_dummy_weights(*args, **kwargs):
+            return
+        with self.current_config(worker.vllm_config):
+            self.commit(self.layers(worker.model_runner))
+
+    def loads_dummy_weights(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether this load is that of an elastic scale-up, whose weights come later."""
+        return bool(kwargs.get("load_dummy_weights", args[0] if args else False))
+
+    def process_weights(self, original: Any, method: Any, module: Any) -> None:
+        """In the place of a quant method's `process_weights_after_loading`: keep what our experts will read."""
+        layer = self.layer(module) if self.runtime.settings.enabled else None
+        if layer is None or not self.plan(layer).needs_raw_weights:
+            original(method, module)
+            return
+        method.moe_quant_config = method.get_fused_moe_quant_config(module)
+
+    def plan(self, layer: MoELayer) -> Plan:
+        """The plan of `layer`, made at the first call and kept with it.
+
+        Raises:
+            NoUsablePartError: a part that the user named cannot run the layer.
+        """
+        plan = getattr(layer.module, _PLAN, None)
+        if plan is None:
+            plan = self.runtime.plan(layer.name, layer.problem)
+            setattr(layer.module, _PLAN, plan)
+        return plan
+
+    def init_prepare_finalize(self, layer: MoELayer) -> None:
+        """Swap the layer's quant method for a modular one, if its plan says so; a second visit changes nothing.
+
+        Raises:
+            AgreementError: the ranks would run different parts; nothing was swapped then.
+        """
+        if layer.is_swapped:
+            return
+        plan = self.plan(layer)
+        placement = agree_on_layer(layer, plan, self.runtime)
+        method = maybe_make_fused_moe_modular_method(layer, plan, placement, self)
+        if method is None:
+            outcome = f"left to vLLM's {type(layer.quant_method).__name__}: {plan.why}"
+        else:
+            layer.replace_quant_method(method)
+            outcome = f"run on {plan.choice} ({plan.why})"
+            self._report(layer, plan, method.modular_forward)
+        self.runtime.record(outcome, layer.name)
+
+    def commit(self, layers: Sequence[MoELayer]) -> None:
+        """Visit every MoE layer of a loaded model, then say what was done.
+
+        Raises:
+            NoUsablePartError: strict mode, and a layer stays with vLLM; the message has every layer's reason.
+        """
+        left = {layer.name: plan.why for layer in layers if (plan := self.plan(layer)).choice is None}
+        if self.runtime.settings.strict and left:
+            raise NoUsablePartError(_strict_message(left))
+        for layer in layers:
+            self.init_prepare_finalize(layer)
+        self.runtime.summarise()
+
+    def _report(self, layer: MoELayer, plan: Plan, forward: ModularForward) -> None:
+        if self.runtime.settings.trace is None:
+            return
+        if self.runtime.report is None:
+            self.runtime.report = Report(Path(self.runtime.settings.trace), layer.ranks.ep_rank)
+        forward.after = self.runtime.report.tick
+        assert plan.choice is not None, "a layer is reported once it was swapped"
+        names = plan.choice.all2all.name, plan.choice.experts.name
+        self.runtime.report.add_layer(layer.name, *names, forward.kernel.prepare_finalize)
+
+
+def engine_settings(settings: Settings, additional_config: Any) -> Settings:
+    """`settings` with what the engine's own configuration says.
+
+    Raises:
+        SettingsError: it has a key or a value that is not known.
+    """
+    config = additional_config.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional_config, dict) else None
+    return settings if config is None else with_overrides(settings, config)
+
+
+def _strict_message(left: dict[str, str]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, why in left.items():
+        by_reason.setdefault(why, []).append(name)
+    reasons = "\n".join(f"  {len(names)} layers ({names[0]} ...): {why}" for why, names in by_reason.items())
+    return (
+        f"VLLM_MOE_MODULAR_STRICT=1, and these MoE layers would stay with vLLM:\n{reasons}\n"
+        "name parts that fit, or unset VLLM_MOE_MODULAR_STRICT"
+    )

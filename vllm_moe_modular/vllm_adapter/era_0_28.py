@@ -1,0 +1,303 @@
+"""vLLM 0.28 to 0.33: a `MoERunner` holds `RoutedExperts`, whose quant method builds its own kernel.
+
+vLLM has no communication-buffer set-up of MoE layers here, so the end of `Worker.load_model` is where layers are
+visited. What vLLM's readers ask of `moe_kernel` is answered by a real `FusedMoEKernel` built from two views; what runs
+at a forward is our own kernel. `compatibility.py` lists what this file relies on.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import (
+    FusedMoEModularMethod as VllmFusedMoEModularMethod,
+)
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from vllm_moe_modular.activation_format import ActivationFormat
+from vllm_moe_modular.errors import UnsupportedError
+from vllm_moe_modular.modular.experts import Activation
+from vllm_moe_modular.modular.kernel import ModularKernel
+from vllm_moe_modular.selection.problem import Problem
+from vllm_moe_modular.vllm_adapter import adapter
+from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks, make_activation
+from vllm_moe_modular.vllm_adapter.method import ModularForward, no_modular_form
+from vllm_moe_modular.vllm_adapter.patches import Patch
+
+_FORMATS = {
+    ActivationFormat.STANDARD: mk.FusedMoEActivationFormat.Standard,
+    ActivationFormat.BATCHED: mk.FusedMoEActivationFormat.BatchedExperts,
+}
+
+
+class RoutedExpertsLayer(MoELayer):
+    """A `RoutedExperts`, with what its `FusedMoEConfig` says of it."""
+
+    module: Any
+
+    def __init__(self, routed_experts: RoutedExperts, runner: MoERunner | None = None) -> None:
+        super().__init__(routed_experts)
+        self._runner: Any = runner  # None while the weights are still being loaded
+
+    @property
+    def name(self) -> str:
+        return self.module.layer_name
+
+    @property
+    def problem(self) -> Problem:
+        config, method, ranks = self.module.moe_config, self.quant_method, self.ranks
+        parallel = config.moe_parallel_config
+        plain = type(method) is UnquantizedFusedMoEMethod
+        return Problem(
+            num_experts=config.num_experts,
+            num_local_experts=-(-config.num_experts // parallel.ep_size),
+            top_k=config.experts_per_token,
+            hidden=config.hidden_dim,
+            intermediate=config.intermediate_size_per_partition,
+            activation=config.activation.value,
+            has_bias=config.has_bias,
+            dtype=str(config.in_dtype).removeprefix("torch."),
+            quant_scheme="none" if plain else type(method).__name__,
+            weights_missing=self.weights_missing if plain else "",
+            router_weight_on_input=self.router_weight_on_input,
+            tp_size=ranks.tp_size,
+            dp_size=parallel.dp_size,
+            pcp_size=parallel.pcp_size,
+            ep_size=parallel.ep_size,
+            sequence_parallel=parallel.is_sequence_parallel,
+            capacity_tokens=config.max_num_tokens,
+            cuda_graph=bool(config.max_capture_size),
+            eplb=parallel.enable_eplb,
+            lora=config.is_lora_enabled,
+            irreplaceable="" if plain else no_modular_form(method),
+        )
+
+    @property
+    def ranks(self) -> Ranks:
+        parallel = self.module.moe_config.moe_parallel_config
+        tp = parallel_state.get_tp_group()
+        return Ranks(parallel.ep_rank, parallel.ep_size, tp.rank_in_group, tp.world_size, parallel.is_sequence_parallel)
+
+    @property
+    def activation(self) -> Activation | None:
+        config = self.module.moe_config
+        return make_activation(config.activation.value, config.swiglu_limit, config.swiglu_alpha, config.swiglu_beta)
+
+    @property
+    def expert_map(self) -> list[int] | None:
+        found = self.module.expert_map
+        return None if found is None else found.tolist()
+
+    def replace_quant_method(self, method: Any) -> None:
+        self.module._replace_quant_method(method)
+        # On a CPU vLLM lets Dynamo trace into the layer; our collectives must stay behind an opaque operation.
+        ops, runner = torch.ops.vllm, self._runner
+        runner._forward_entry = ops.moe_forward if runner._shared_experts is None else ops.moe_forward_shared
+
+
+class PrepareFinalizeView(mk.FusedMoEPrepareAndFinalizeModular):
+    """Answers what vLLM's readers ask of an all-to-all; nothing runs through it."""
+
+    def __init__(self, forward: ModularForward) -> None:
+        super().__init__()
+        self._forward = forward
+
+    @property
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        return _FORMATS[self._forward.kernel.prepare_finalize.activation_format]
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return self._forward.kernel.topk_indices_dtype
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        batched = self.activation_format is mk.FusedMoEActivationFormat.BatchedExperts
+        return self._forward.layer.problem.capacity_tokens if batched else None
+
+    def num_dispatchers(self) -> int:
+        return self._forward.layer.ranks.ep_size
+
+    def output_is_reduced(self) -> bool:
+        return self._forward.output_is_reduced
+
+    def supports_async(self) -> bool:
+        return self._forward.kernel.prepare_finalize.supports_async
+
+    def prepare(
+        self, a1, topk_weights, topk_ids, num_experts, expert_map,
+        apply_router_weight_on_input, quant_config, defer_input_quant,
+    ) -> Any:  # fmt: skip
+        raise _only_a_view()
+
+    def finalize(
+        self, output, fused_expert_output, topk_weights, topk_ids,
+        apply_router_weight_on_input, weight_and_reduce_impl,
+    ) -> None:  # fmt: skip
+        raise _only_a_view()
+
+
+class ExpertsView(mk.FusedMoEExpertsModular):
+    """Answers what vLLM's readers ask of an expert kernel; nothing runs through it.
+
+    The required `forward` keeps vLLM's elastic scaling, which rebuilds experts from two arguments, from silently
+    putting a view without parts in place.
+    """
+
+    def __init__(self, moe_config: Any, quant_config: Any, *, forward: ModularForward) -> None:
+        self._format = _FORMATS[forward.kernel.experts.activation_format]
+        batched = self._format is mk.FusedMoEActivationFormat.BatchedExperts
+        super().__init__(
+            moe_config,
+            quant_config,
+            max_num_tokens=forward.layer.problem.capacity_tokens if batched else None,
+            num_dispatchers=forward.layer.ranks.ep_size if batched else None,
+        )
+
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        return self._format
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) == (None, None)
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return make_activation(activation.value, None, None, None) is not None
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:  # noqa: ARG004
+        return True
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation):
+        return (0,), (0,), (M, K)
+
+    def apply(self, output, hidden_states, w1, w2, *args: Any, **kwargs: Any) -> None:
+        raise _only_a_view()
+
+
+def _only_a_view() -> UnsupportedError:
+    return UnsupportedError(
+        "calling the parts of a moe_modular layer one by one", instead="call the layer's quant_method.apply"
+    )
+
+
+class FusedMoEModularMethod(VllmFusedMoEModularMethod):
+    """vLLM's class of that name, running a kernel of ours."""
+
+    def __init__(self, old_quant_method: Any, forward: ModularForward) -> None:
+        super().__init__(old_quant_method, _kernel_view(old_quant_method, forward))
+        self.modular_forward = forward
+
+    @property
+    def kernel(self) -> ModularKernel:
+        """What runs."""
+        return self.modular_forward.kernel
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """A weight reload: the old method does with the new weights what it did with the first ones."""
+        self.old_quant_method.process_weights_after_loading(layer)
+        self.moe_quant_config = self.old_quant_method.moe_quant_config
+        self.moe_kernel = _kernel_view(self.old_quant_method, self.modular_forward)
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, H] of this rank's routed experts; runs the shared experts meanwhile where the all-to-all allows."""
+        meanwhile = None
+        if shared_experts is not None and self.kernel.prepare_finalize.supports_async:
+
+            def meanwhile() -> None:
+                shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
+
+        return self.modular_forward(x, topk_weights, topk_ids, meanwhile=meanwhile)
+
+    forward_native = forward_cuda = forward_cpu = apply
+
+
+def _kernel_view(old_quant_method: Any, forward: ModularForward) -> mk.FusedMoEKernel:
+    experts = ExpertsView(old_quant_method.moe, old_quant_method.moe_quant_config, forward=forward)
+    return mk.FusedMoEKernel(PrepareFinalizeView(forward), experts)
+
+
+class Adapter(adapter.Adapter):
+    """The seams of this era."""
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        return (
+            Patch(
+                target="vllm.v1.worker.gpu_worker:Worker.load_model",
+                wrapper=self.load_model,
+                why="the only point after LoRA, EPLB and drafter set-up and before profiling, on every runner",
+                upstream="vLLM pull request 50556 would let a prepare/finalize be registered by name",
+                remove_when="all-to-alls and experts can both be registered with vLLM",
+            ),
+            Patch(
+                target="vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:"
+                "UnquantizedFusedMoEMethod.process_weights_after_loading",
+                wrapper=self.process_weights,
+                why="vLLM shuffles or prepacks the weights for its own kernel, and the plain layout is lost",
+                upstream="vLLM pull request 53897 would let experts be registered, and be asked for the layout",
+                remove_when="experts can be registered with vLLM",
+            ),
+            Patch(
+                target="vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner.init_prepare_finalize",
+                wrapper=self._visit,
+                adds=True,
+                why="the hook has one name on the layer in every era; vLLM has none here",
+                upstream="removed in 0.28, when quant methods began to build their own kernels",
+                remove_when="vLLM has such a hook again",
+            ),
+        )
+
+    def _visit(self, original: None, runner: MoERunner) -> None:
+        self.init_prepare_finalize(RoutedExpertsLayer(runner.routed_experts, runner))
+
+    def layer(self, module: Any) -> MoELayer | None:
+        return RoutedExpertsLayer(module) if isinstance(module, RoutedExperts) else None
+
+    def layers(self, model_runner: Any) -> list[MoELayer]:
+        drafter = getattr(model_runner, "drafter", None) or getattr(model_runner, "speculator", None)
+        models = [m for m in (model_runner.model, getattr(drafter, "model", None)) if isinstance(m, torch.nn.Module)]
+        runners = dict.fromkeys(m for model in models for m in model.modules() if isinstance(m, MoERunner))
+        return [RoutedExpertsLayer(runner.routed_experts, runner) for runner in runners]
+
+    def make_method(self, layer: MoELayer, forward: ModularForward) -> FusedMoEModularMethod:
+        return FusedMoEModularMethod(layer.quant_method, forward)
+
+    def tokens_bound(self, num_tokens: int) -> int:
+        metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
+        return num_tokens if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
+
+    def expert_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+        return None if parallel_state._EP is None else parallel_state.get_ep_group().device_group
+
+    def current_config(self, vllm_config: Any) -> AbstractContextManager[Any]:
+        return set_current_vllm_config(vllm_config)

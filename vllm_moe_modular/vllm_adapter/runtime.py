@@ -1,0 +1,141 @@
+"""What one process of the server keeps: settings, parts, plans, and the objects that layers share."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from vllm_moe_modular.modular.build import BuildContext
+from vllm_moe_modular.modular.experts import PermuteExpertsUnpermute
+from vllm_moe_modular.modular.kernel import ModularKernel
+from vllm_moe_modular.modular.prepare_finalize import PrepareAndFinalize
+from vllm_moe_modular.modular.rank_group import RankGroup
+from vllm_moe_modular.modular.workspace import Workspace
+from vllm_moe_modular.selection.builtin import builtin_registry
+from vllm_moe_modular.selection.problem import Device, Problem
+from vllm_moe_modular.selection.registry import PartKind, Registry
+from vllm_moe_modular.selection.select import AUTO, Choice, Selection, select
+from vllm_moe_modular.settings import Settings
+from vllm_moe_modular.vllm_adapter.report import Report
+
+logger = logging.getLogger("vllm.moe_modular")  # below "vllm", so that vLLM's handler and level apply
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a layer will run on, decided before its weights are processed.
+
+    Attributes:
+        problem: the layer.
+        choice: the parts, or None: the layer stays with vLLM.
+        why: the reason, one line.
+    """
+
+    problem: Problem
+    choice: Choice | None
+    why: str
+
+    @property
+    def needs_raw_weights(self) -> bool:
+        """vLLM must not shuffle or prepack the weights for its own kernel."""
+        return self.choice is not None and self.choice.experts.raw_weights
+
+
+@dataclass(slots=True)
+class Runtime:
+    """One per process. Layers of the same shape and placement share an all-to-all, all of them the workspace."""
+
+    settings: Settings
+    device: Device = field(default_factory=lambda: this_device())
+    registry: Registry = field(default_factory=builtin_registry)
+    missing: dict[str, Sequence[str]] | None = None  # by part target: modules that some rank lacks
+    group: RankGroup | None = None
+    report: Report | None = None
+    outcomes: dict[str, list[str]] = field(default_factory=dict)  # what was done -> layer names
+    visits: dict[str, int] = field(default_factory=dict)  # layer name -> times agreed on
+    _parts: dict[Any, Any] = field(default_factory=dict)
+    _workspace: Workspace | None = None
+
+    def local_missing(self) -> dict[str, tuple[str, ...]]:
+        """By part target, the modules that this process lacks."""
+        parts = [p for kind in PartKind for p in self.registry.of(kind)]
+        return {p.target: absent for p in parts if (absent := p.missing_modules())}
+
+    def plan(self, name: str, problem: Problem) -> Plan:
+        """Choose the parts of a layer.
+
+        Raises:
+            NoUsablePartError: the user named a part, and it cannot run the layer; every reason is in the message.
+        """
+        pattern = next((p for p in self.settings.skip_layers if fnmatchcase(name, p)), None)
+        if pattern is not None:
+            return Plan(problem, None, f"VLLM_MOE_MODULAR_SKIP_LAYERS has {pattern}")
+        selection = self._select(problem)
+        if selection.choice is None:
+            named = {self.settings.all2all, self.settings.experts} - {AUTO}
+            if named and not problem.irreplaceable:
+                selection.require()
+            return Plan(problem, None, selection.why_not)
+        return Plan(problem, selection.choice, self._reason(selection))
+
+    def _select(self, problem: Problem) -> Selection:
+        return select(
+            self.registry,
+            problem,
+            self.device,
+            all2all=self.settings.all2all,
+            experts=self.settings.experts,
+            missing=self.missing,
+        )
+
+    def _reason(self, selection: Selection) -> str:
+        reasons = []
+        for kind, verdicts in selection.verdicts.items():
+            name = selection.asked_for[kind]
+            fits = ", ".join(v.part.name for v in verdicts if v.usable(name))
+            reasons.append(f"{kind.value} asked for by name" if name != AUTO else f"{kind.value} first of {fits}")
+        return "; ".join(reasons)
+
+    def build_kernel(self, choice: Choice, context: BuildContext) -> ModularKernel:
+        """The kernel for a layer; its all-to-all and its experts are shared where the context is the same."""
+        all2all: PrepareAndFinalize[Any] = self._shared(choice.all2all, context)
+        experts: PermuteExpertsUnpermute = self._shared(choice.experts, context)
+        if self._workspace is None:
+            self._workspace = Workspace(context.device)
+        return ModularKernel(all2all, experts, allocate=self._workspace)
+
+    def _shared(self, part: Any, context: BuildContext) -> Any:
+        key = (part.target, context)
+        if key not in self._parts:
+            self._parts[key] = part.load().build(context)
+        return self._parts[key]
+
+    def record(self, outcome: str, layer_name: str) -> None:
+        """Remember what was done with a layer, for the summary."""
+        self.outcomes.setdefault(outcome, []).append(layer_name)
+
+    def require_group(self) -> RankGroup:
+        """The group that shares experts, once the ranks agreed on their settings."""
+        assert self.group is not None, "the ranks agree on their settings before any layer is visited"
+        return self.group
+
+    def summarise(self) -> None:
+        """One INFO line per distinct outcome, on the first rank, once."""
+        if self.group is not None and self.group.rank != 0:
+            self.outcomes.clear()
+        for outcome, names in self.outcomes.items():
+            first, last = names[0], names[-1]
+            which = first if len(names) == 1 else f"{first} to {last}"
+            logger.info("moe_modular: %d MoE layer%s (%s): %s", len(names), "s"[: len(names) > 1], which, outcome)
+        self.outcomes.clear()
+
+
+def this_device() -> Device:
+    """The accelerator of this process, or the CPU."""
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return Device(kind="cuda", sm=10 * major + minor)
+    return Device(kind="cpu")
