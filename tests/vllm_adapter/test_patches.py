@@ -41,7 +41,7 @@ def test_registering_twice_wraps_once(module: ModuleType) -> None:
 
 
 def test_a_hook_can_be_added(module: ModuleType) -> None:
-    apply_patches([patch("init_prepare_finalize", wrapper=lambda original, worker: original, adds=True)])
+    apply_patches([patch("init_prepare_finalize", wrapper=lambda original, _worker: original, adds=True)])
     assert module.Worker().init_prepare_finalize() is None
 
 

@@ -94,6 +94,12 @@ _SINCE_0_28: tuple[Expectation, ...] = (
     Reads("vllm.distributed.parallel_state:get_tp_group"),
 )  # fmt: skip
 
+_SINCE_0_24: tuple[Expectation, ...] = (
+    *_SINCE_0_28,
+    Overrides(f"{_RUNNER}.maybe_init_modular_kernel", ()),
+    Reads(f"{_METHOD}.supports_internal_mk"),
+)
+
 _LAYER = f"{_MOE}.layer:FusedMoE"
 
 _APPLY_0_11 = (
@@ -149,5 +155,6 @@ _0_11_1: tuple[Expectation, ...] = (
 ERAS = (
     Era(module="era_0_11_0", first=(0, 11, 0), last=(0, 11, 0), relies_on=_0_11_0),
     Era(module="era_0_11_1", first=(0, 11, 1), last=(0, 11, 2), relies_on=_0_11_1),
+    Era(module="era_0_24", first=(0, 24, 0), last=(0, 27, 1), relies_on=_SINCE_0_24),
     Era(module="era_0_28", first=(0, 28, 0), last=(0, 33, 0), relies_on=_SINCE_0_28),
 )
