@@ -24,16 +24,15 @@ class Mode:
 
 NAMED_LOCAL = {"VLLM_MOE_MODULAR_ALL2ALL": "local", "VLLM_MOE_MODULAR_EXPERTS": "torch"}
 EP = "--enable-expert-parallel"
+DP2 = ("-dp", "2", "--api-server-count", "1")  # one front end: each process takes seconds to start
 MODES = {
     "single": Mode(env=NAMED_LOCAL, parts="local + torch"),
     "tp2": Mode(args=("-tp", "2"), env=NAMED_LOCAL, parts="local + torch"),
     "tp2-ep-auto": Mode(args=("-tp", "2", EP), parts="local + torch"),
     "tp2-ep-named": Mode(args=("-tp", "2", EP), env={"VLLM_MOE_MODULAR_ALL2ALL": "torch"}, parts="torch + torch"),
-    "dp2-ep": Mode(args=("-dp", "2", EP), parts="torch + torch"),
-    "dp2-ep-allgather": Mode(
-        args=("-dp", "2", EP), env={"VLLM_MOE_MODULAR_ALL2ALL": "allgather"}, parts="allgather + torch"
-    ),
-    "dp2-tp2-ep": Mode(args=("-dp", "2", "-tp", "2", EP), parts="torch + torch"),
+    "dp2-ep": Mode(args=(*DP2, EP), parts="torch + torch"),
+    "dp2-ep-allgather": Mode(args=(*DP2, EP), env={"VLLM_MOE_MODULAR_ALL2ALL": "allgather"}, parts="allgather + torch"),
+    "dp2-tp2-ep": Mode(args=(*DP2, "-tp", "2", EP), parts="torch + torch"),
 }
 
 

@@ -9,6 +9,10 @@ import pytest
 
 from vllm_moe_modular.testing.checkpoints import make_checkpoint
 from vllm_moe_modular.testing.reference_tokens import default_prompts
+from vllm_moe_modular.testing.serving import vllm_version
+
+if vllm_version(sys.executable)[:2] == (0, 11):
+    collect_ignore = ["test_cases.py"]  # what it looks for is that of today's releases; the table is run on both
 
 MAX_TOKENS = 24
 PROMPTS = default_prompts(8, seed=0)

@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from vllm_moe_modular.errors import AgreementError
-from vllm_moe_modular.vllm_adapter.agreement import exchange, require_equal
+from vllm_moe_modular.vllm_adapter.agreement import _missing_anywhere, exchange, require_equal
 
 
 @pytest.fixture
@@ -41,3 +41,8 @@ def test_differences_name_the_field_and_the_ranks() -> None:
 def test_a_field_that_one_rank_lacks_is_a_difference() -> None:
     with pytest.raises(AgreementError, match="version"):
         require_equal([{"version": "1"}, {}], what="their settings")
+
+
+def test_a_library_that_one_rank_lacks_is_named_with_the_rank() -> None:
+    said = _missing_anywhere([{}, {"m:DeepEP": ["deep_ep"]}, {"m:DeepEP": ["deep_ep", "nvshmem"]}])
+    assert said == {"m:DeepEP": ["deep_ep on ranks [1, 2]", "nvshmem on ranks [2]"]}

@@ -97,7 +97,7 @@ def select(
 
     Args:
         all2all, experts: a part's name, which is then used or nothing is, or "auto".
-        missing: by a part's target, the modules that some rank lacks; default: what this process lacks.
+        missing: by a part's target, the modules that are not installed, and where; default: those of this process.
 
     Raises:
         NoUsablePartError: a name that no part has; the message lists the known ones.
@@ -130,5 +130,5 @@ def _asked(verdict: Verdict, name: str) -> bool:
 
 def _judge(part: Part, problem: Problem, device: Device, missing: Mapping[str, Iterable[str]] | None) -> Verdict:
     absent = part.missing_modules() if missing is None else tuple(missing.get(part.target, ()))
-    not_there = tuple(f"the module {m} is not installed on every rank; install it" for m in absent)
+    not_there = tuple(f"module {m} is not installed; install it" for m in absent)
     return Verdict(part, not_there + part.objections(problem, device), part.reservations(problem, device))

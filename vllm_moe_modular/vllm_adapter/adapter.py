@@ -142,7 +142,6 @@ class Adapter(ABC):
             return
         if self.runtime.report is None:
             self.runtime.report = Report(Path(self.runtime.settings.trace), layer.ranks.ep_rank)
-        forward.after = self.runtime.report.tick
         assert plan.choice is not None, "a layer is reported once it was swapped"
         names = plan.choice.all2all.name, plan.choice.experts.name
         self.runtime.report.add_layer(layer.name, *names, forward.kernel.prepare_finalize)

@@ -94,7 +94,6 @@ def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None, *, load
     Raises:
         AgreementError: a rank is silent or differs; names ranks and fields.
     """
-    runtime.missing = {target: list(modules) for target, modules in runtime.local_missing().items()}
     if group is None or dist.get_world_size(group) == 1:
         return
     store = default_store()
@@ -106,13 +105,11 @@ def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None, *, load
         topic=f"settings/{ranks}/{load}",
         rank=dist.get_rank(group),
         size=dist.get_world_size(group),
-        record={"here": here, "missing": runtime.missing},
+        record={"here": here, "missing": runtime.missing_modules()},
         timeout_s=runtime.settings.timeout_s,
     )
     require_equal([r["here"] for r in records], what="their settings")
-    for record in records:
-        for target, modules in record["missing"].items():
-            runtime.missing[target] = sorted({*runtime.missing.get(target, ()), *modules})
+    runtime.missing = _missing_anywhere([r["missing"] for r in records])
     if runtime.group is None:
         runtime.group = RankGroup(group, timeout_s=runtime.settings.timeout_s, store=store)
 
@@ -146,6 +143,19 @@ def agree_on_layer(layer: MoELayer, plan: Plan, runtime: Runtime) -> ExpertPlace
     )
     require_equal([r["here"] for r in records], what=f"layer {layer.name}")
     return ExpertPlacement.from_expert_maps([r["expert_map"] for r in records])
+
+
+def _missing_anywhere(by_rank: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """By part target: each module that some rank lacks, with those ranks."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, missing in enumerate(by_rank):
+        for target, modules in missing.items():
+            for module in modules:
+                ranks.setdefault((target, module), []).append(rank)
+    told: dict[str, list[str]] = {}
+    for (target, module), lacking in ranks.items():
+        told.setdefault(target, []).append(f"{module} on ranks {lacking}")
+    return told
 
 
 def default_store() -> Store:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 from vllm.model_executor.layers.fused_moe import layer as vllm_layer
 from vllm.platforms import current_platform
@@ -257,7 +257,7 @@ class Adapter(adapter.Adapter):
         return FusedMoEModularMethod(layer.quant_method, forward)
 
     def tokens_bound(self, num_tokens: int) -> int:
-        metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
+        metadata = get_forward_context().dp_metadata
         return num_tokens if metadata is None else int(metadata.max_tokens_across_dp_cpu)
 
     def expert_parallel_group(self) -> torch.distributed.ProcessGroup | None:

@@ -62,7 +62,6 @@ class ModularForward:
         self.kernel = kernel
         self.layer = layer
         self.tokens_bound = tokens_bound
-        self.after: Callable[[], None] = lambda: None
         self._ranks = layer.ranks
         sends = kernel.prepare_finalize.output_is_reduced
         self.slices = sends and self._ranks.tp_size > 1 and not self._ranks.tokens_sliced
@@ -102,7 +101,7 @@ class ModularForward:
         max_tokens_per_rank: int,
         meanwhile: Callable[[], None] | None,
     ) -> torch.Tensor:
-        out_TH = self.kernel.apply(
+        return self.kernel.apply(
             x_TH,
             topk_ids_TK,
             topk_weights_TK,
@@ -111,8 +110,6 @@ class ModularForward:
             router_weight_on_input=self.layer.router_weight_on_input,
             meanwhile=meanwhile,
         )
-        self.after()
-        return out_TH
 
 
 def no_modular_form(quant_method: Any) -> str:

@@ -1,57 +1,69 @@
 """What ran, for tools that look from outside: one small JSON file per rank in the trace folder."""
 
+import atexit
 import json
 import os
-import time
-from dataclasses import dataclass, field
+import threading
 from pathlib import Path
 from typing import Any
 
 WRITE_EVERY_S = 0.5
 
 
-@dataclass(slots=True)
 class Report:
-    """Writes `rank{N}.json`: which parts each layer runs on, and how many rows went where.
+    """Keeps `rank{N}.json` up to date: which parts each layer runs on, and how many rows went where.
 
-    Attributes:
+    A thread of its own looks at the counters that the all-to-alls keep anyway, so a step costs nothing.
+
+    Args:
         folder: where to; made if missing.
         rank: of this process in the expert-parallel group.
     """
 
-    folder: Path
-    rank: int
-    layers: list[dict[str, str]] = field(default_factory=list)
-    _transports: list[Any] = field(default_factory=list)
-    _written_s: float = 0.0
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / f"rank{rank}.json"
+        self._rank = rank
+        self._layers: list[dict[str, str]] = []
+        self._all2alls: list[Any] = []
+        self._written: dict[str, Any] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vllm_moe_modular report", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def add_layer(self, name: str, all2all: str, experts: str, prepare_finalize: Any) -> None:
         """A layer was swapped; `prepare_finalize` is what counts its rows."""
-        self.layers.append({"name": name, "all2all": all2all, "experts": experts})
-        if not any(prepare_finalize is t for t in self._transports):
-            self._transports.append(prepare_finalize)
+        self._layers.append({"name": name, "all2all": all2all, "experts": experts})
+        if not any(prepare_finalize is known for known in self._all2alls):
+            self._all2alls.append(prepare_finalize)
 
-    def tick(self) -> None:
-        """Write, unless that was done a moment ago."""
-        now = time.monotonic()
-        if now - self._written_s >= WRITE_EVERY_S:
-            self._written_s = now
-            self.write()
+    def close(self) -> None:
+        """Write for the last time."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+        self._write()
 
-    def write(self) -> None:
-        """Write the file, whole or not at all."""
-        traffic = [t.traffic for t in self._transports]
+    def _run(self) -> None:
+        while not self._stop.wait(WRITE_EVERY_S):
+            self._write()
+
+    def _write(self) -> None:
+        """Whole or not at all, and only where something changed."""
+        traffic = [a.traffic for a in list(self._all2alls)]
         record = {
-            "rank": self.rank,
-            "layers": self.layers,
+            "rank": self._rank,
+            "layers": list(self._layers),
             "rows_sent": _sums([t.rows_sent for t in traffic]),
             "rows_received": _sums([t.rows_received for t in traffic]),
             "steps": sum(t.steps for t in traffic),
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.folder / f".rank{self.rank}.json.{os.getpid()}"
+        if record == self._written:
+            return
+        self._written = record
+        part = self._file.with_name(f".{self._file.name}.{os.getpid()}")
         part.write_text(json.dumps(record), encoding="utf-8")
-        part.replace(self.folder / f"rank{self.rank}.json")
+        part.replace(self._file)
 
 
 def _sums(rows: list[list[int]]) -> list[int]:

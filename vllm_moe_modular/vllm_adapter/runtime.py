@@ -1,7 +1,6 @@
 """What one process of the server keeps: settings, parts, plans, and the objects that layers share."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -51,7 +50,7 @@ class Runtime:
     settings: Settings
     device: Device = field(default_factory=lambda: this_device())
     registry: Registry = field(default_factory=builtin_registry)
-    missing: dict[str, Sequence[str]] | None = None  # by part target: modules that some rank lacks
+    missing: dict[str, list[str]] | None = None  # by part target: modules that some rank lacks, once ranks were asked
     group: RankGroup | None = None
     report: Report | None = None
     outcomes: dict[str, list[str]] = field(default_factory=dict)  # what was done -> layer names
@@ -59,7 +58,7 @@ class Runtime:
     _parts: dict[Any, Any] = field(default_factory=dict)
     _workspace: Workspace | None = None
 
-    def local_missing(self) -> dict[str, tuple[str, ...]]:
+    def missing_modules(self) -> dict[str, tuple[str, ...]]:
         """By part target, the modules that this process lacks."""
         parts = [p for kind in PartKind for p in self.registry.of(kind)]
         return {p.target: absent for p in parts if (absent := p.missing_modules())}

@@ -1,0 +1,69 @@
+"""`vllm-moe-modular checkpoint`, and what the command line says when it is used wrongly."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_moe_modular.cli.main import SUBCOMMANDS, main
+
+pytest.importorskip("transformers")
+
+
+def test_makes_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "tiny"
+    arguments = ["--hidden", "128", "--experts", "16", "--top-k", "4", "--layers", "1", "--seed", "3"]
+    assert main(["checkpoint", "qwen3_moe", str(out), *arguments]) == 0
+    config = json.loads((out / "config.json").read_text())
+    names = ("hidden_size", "num_experts", "num_experts_per_tok", "num_hidden_layers")
+    assert [config[name] for name in names] == [128, 16, 4, 1]
+    assert f"vllm serve {out}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        pytest.param(["llama"], ["'llama'", "mixtral", "qwen3_moe"], id="unknown family"),
+        pytest.param(["mixtral", "--top-k", "9"], ["top_k is 9", "among 8 experts"], id="more experts than there are"),
+        pytest.param(["mixtral", "--hidden", "100"], ["hidden is 100", "multiple of 32"], id="odd hidden size"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], says: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family, *rest = arguments
+    assert main(["checkpoint", family, str(tmp_path / "out"), *rest]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert all(part in printed.err for part in says), printed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_folder_needs_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["checkpoint", "olmoe", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["checkpoint", "olmoe", str(tmp_path), "--force"]) == 0
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_folder_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "olmoe", "/dev/null/out"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert "cannot write /dev/null/out" in printed.err
+
+
+def test_no_command_is_status_2() -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize("name", [subcommand.name for subcommand in SUBCOMMANDS])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    assert exit_.value.code == 0
+    assert name in capsys.readouterr().out

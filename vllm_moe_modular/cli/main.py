@@ -1,0 +1,61 @@
+"""`vllm-moe-modular`: one parser, and one line below for each subcommand.
+
+A subcommand is a module with two functions: `add_arguments(parser)`, which imports nothing heavy, and `run(options)`,
+which returns the exit status. Errors that this package raises on purpose are one message on stderr and status 2.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_moe_modular.errors import MoEModularError
+from vllm_moe_modular.version import __version__
+
+PROGRAM = "vllm-moe-modular"
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """A subcommand's name, the module that holds it, and its line in `--help`."""
+
+    name: str
+    module: str
+    help: str
+
+
+SUBCOMMANDS = (
+    Subcommand("checkpoint", "vllm_moe_modular.cli.checkpoint", "make a tiny mixture-of-experts checkpoint, offline"),
+    Subcommand("demo", "vllm_moe_modular.cli.demo", "serve a tiny model on two ranks and compare every token"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses `argv` (default: the command line), runs the subcommand and returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser(arguments).parse_args(arguments)
+    try:
+        return int(importlib.import_module(options.module).run(options))
+    except MoEModularError as error:
+        print(f"{PROGRAM} {options.subcommand}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The whole parser; only the module of the subcommand that was typed is imported."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Modular mixture-of-experts kernels for stock vLLM.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    choices = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
+    for subcommand in SUBCOMMANDS:
+        chosen = choices.add_parser(subcommand.name, help=subcommand.help, description=subcommand.help)
+        chosen.set_defaults(module=subcommand.module)
+        if subcommand.name in arguments[:1]:
+            importlib.import_module(subcommand.module).add_arguments(chosen)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What our tests share with the tests of third-party parts. Importing this imports neither torch nor vllm."""
