@@ -32,16 +32,41 @@ def lines_of_ours(server: Server) -> list[str]:
     return [line for line in server.log().splitlines() if "moe_modular:" in line]
 
 
-@pytest.mark.parametrize("concurrency", [1, 3])
-def test_ragged_load_and_an_idle_rank(concurrency: int, dp2: Server, expected: Expect, checkpoint: Make) -> None:
-    """One request at a time leaves a rank idle; three leave the ranks uneven. Prompts have 1 to 200 tokens."""
-    assert dp2.complete(PROMPTS, MAX_TOKENS, concurrency=concurrency) == expected(checkpoint("qwen3_moe"))
-
-
 @pytest.fixture(scope="module")
 def dp2(checkpoint: Make) -> Server:
     with Server(checkpoint("qwen3_moe"), *DP2, env=SETTINGS_ON) as server:
         yield server
+
+
+@pytest.mark.parametrize("concurrency", [8, 1, 3])
+def test_ragged_load_and_an_idle_rank(concurrency: int, dp2: Server, expected: Expect, checkpoint: Make) -> None:
+    """One request at a time leaves a rank idle; three leave the ranks uneven. Prompts have 1 to 200 tokens."""
+    assert dp2.complete(PROMPTS, MAX_TOKENS, concurrency=concurrency) == expected(checkpoint("qwen3_moe"))
+    (line,) = lines_of_ours(dp2)
+    assert "2 MoE layers" in line
+    assert "run on torch + torch" in line
+
+
+def test_a_killed_rank_ends_the_server_and_its_clients_hear_of_it(dp2: Server) -> None:
+    """The last test of that server."""
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(dp2.complete, [p[:8]], 400) for p in PROMPTS[:4]]
+        time.sleep(1.0)
+        assert not any(w.done() for w in waiting), "the requests must outlast the rank"
+        os.kill(worker_of_rank(dp2, 1), signal.SIGKILL)
+        for request in waiting:
+            with pytest.raises(ServerError):
+                request.result(timeout=60)
+    deadline = time.monotonic() + 60
+    while dp2.processes() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not dp2.processes(), "the server goes on although a rank is gone"
+
+
+def worker_of_rank(server: Server, rank: int) -> int:
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace") for pid in server.processes()}
+    (pid,) = [pid for pid, title in titles.items() if f"Worker_DP{rank}" in title]
+    return pid
 
 
 def test_drafter_layers_are_swapped_and_change_no_token(checkpoint: Make, expected: Expect) -> None:
@@ -80,22 +105,29 @@ def test_auto_on_one_process_leaves_the_layers_to_vllm_and_says_so_once(checkpoi
     assert "vLLM's own CPU kernel is faster" in line
 
 
+def test_off_gives_the_tokens_of_hugging_face(checkpoint: Make, expected: Expect) -> None:
+    model = checkpoint("qwen3_moe")
+    with Server(model, EAGER) as server:
+        assert server.complete(PROMPTS, MAX_TOKENS) == expected(model)
+        assert not lines_of_ours(server)
+
+
+@pytest.mark.full
 def test_off_is_stock(checkpoint: Make) -> None:
-    """The same tokens with the plugin installed and off as with the plugin not loaded at all."""
+    """The same tokens with the plugin installed and off as with the plugin not loaded at all, in bfloat16 too."""
     model = checkpoint("qwen3_moe")
     served = []
     for env in ({}, {"VLLM_PLUGINS": "none"}):
-        with Server(model, EAGER, env=env) as server:
+        with Server(model, EAGER, "--dtype", "bfloat16", env=env) as server:
             served.append(server.complete(PROMPTS, MAX_TOKENS))
-            assert not lines_of_ours(server)
     assert served[0] == served[1]
 
 
+@pytest.mark.full
 def test_layers_that_are_skipped_stay_with_vllm_beside_swapped_ones(checkpoint: Make, expected: Expect) -> None:
     model = checkpoint("qwen3_moe")
-    config = json.dumps({"moe_modular": {"skip_layers": ["*.layers.0.*"], "experts": "torch"}})
-    env = {**ON, **NAMED_LOCAL, "VLLM_MOE_MODULAR_EXPERTS": "other"}  # the configuration wins
-    with Server(model, EAGER, "--additional-config", config, env=env) as server:
+    env = {**ON, **NAMED_LOCAL, "VLLM_MOE_MODULAR_SKIP_LAYERS": "*.layers.0.*"}
+    with Server(model, EAGER, env=env) as server:
         assert server.complete(PROMPTS, MAX_TOKENS) == expected(model)
         log = "\n".join(lines_of_ours(server))
     assert "1 MoE layer (model.layers.0.mlp.experts): left to vLLM" in log
@@ -150,8 +182,10 @@ def test_a_method_without_a_modular_form_is_left_alone_in_a_mixed_model(
         "[vllm.general_plugins]\nother = other_method:register\n"
     )
     model = checkpoint("qwen3_moe")
-    env = {**ON, **NAMED_LOCAL, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    with Server(model, EAGER, "--quantization", "other", env=env) as server:
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {**ON, **NAMED_LOCAL, "VLLM_MOE_MODULAR_EXPERTS": "the configuration wins", "PYTHONPATH": path}
+    config = json.dumps({"moe_modular": {"experts": "torch"}})
+    with Server(model, EAGER, "--quantization", "other", "--additional-config", config, env=env) as server:
         assert server.complete(PROMPTS, MAX_TOKENS) == expected(model)
         log = "\n".join(lines_of_ours(server))
     assert "left to vLLM's OtherMethod: vLLM's OtherMethod has no modular form here" in log
@@ -160,7 +194,7 @@ def test_a_method_without_a_modular_form_is_left_alone_in_a_mixed_model(
 
 def test_three_experts_on_two_ranks(checkpoint: Make, expected: Expect) -> None:
     model = checkpoint("qwen3_moe", experts=3)
-    with Server(model, *DP2, env=SETTINGS_ON) as server:
+    with Server(model, *TP2, env={**SETTINGS_ON, "VLLM_MOE_MODULAR_ALL2ALL": "torch"}) as server:
         assert server.complete(PROMPTS, MAX_TOKENS) == expected(model)
 
 
@@ -185,6 +219,7 @@ def test_strict_mode_with_auto_declining_stops_with_every_reason(checkpoint: Mak
     assert "vLLM's own CPU kernel is faster" in log
 
 
+@pytest.mark.full
 def test_a_named_part_that_does_not_fit_stops_with_every_reason(checkpoint: Make, tmp_path: Path) -> None:
     env = {**ON, "VLLM_MOE_MODULAR_ALL2ALL": "allgather"}
     log = log_of_failed_start(checkpoint("qwen3_moe"), EAGER, env=env, tmp_path=tmp_path)
@@ -196,29 +231,6 @@ def test_an_unknown_variable_stops_before_anything_is_loaded(checkpoint: Make, t
     env = {**ON, "VLLM_MOE_MODULAR_EXPERT": "torch"}
     log = log_of_failed_start(checkpoint("qwen3_moe"), EAGER, env=env, tmp_path=tmp_path)
     assert "VLLM_MOE_MODULAR_EXPERT is not known; did you mean VLLM_MOE_MODULAR_EXPERTS?" in log
-
-
-def test_a_killed_rank_ends_the_server_and_its_clients_hear_of_it(checkpoint: Make) -> None:
-    with Server(checkpoint("qwen3_moe"), *DP2, env=SETTINGS_ON) as server, ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(server.complete, [p[:8]], 400) for p in PROMPTS[:4]]
-        time.sleep(1.0)
-        assert not any(w.done() for w in waiting), "the requests must outlast the rank"
-        os.kill(worker_of_rank(server, 1), signal.SIGKILL)
-        for request in waiting:
-            with pytest.raises(ServerError):
-                request.result(timeout=60)
-        deadline = time.monotonic() + 60
-        while server.processes() and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert not server.processes(), "the server goes on although a rank is gone"
-
-
-def worker_of_rank(server: Server, rank: int) -> int:
-    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in server.processes()}
-    found = [pid for pid, name in names.items() if name.startswith(f"VLLM::Worker_DP{rank}"[:15])]
-    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace") for pid in found}
-    (pid,) = [pid for pid, title in titles.items() if f"DP{rank}" in title]
-    return pid
 
 
 def test_a_rank_configured_differently_stops_both_with_the_field(checkpoint: Make, tmp_path: Path) -> None:
@@ -263,7 +275,7 @@ print(ours, Worker.load_model.__module__, getattr(Worker.load_model, "_vllm_moe_
 SETTINGS_ONLY = "['vllm_moe_modular', 'vllm_moe_modular.errors', 'vllm_moe_modular.plugin', 'vllm_moe_modular.settings'"
 
 
-@pytest.mark.parametrize("value", [None, "0"], ids=["unset", "zero"])
+@pytest.mark.parametrize("value", [None, pytest.param("0", marks=pytest.mark.full)], ids=["unset", "zero"])
 def test_off_imports_the_settings_and_patches_nothing(value: str | None) -> None:
     said = in_a_process(LOADED, {} if value is None else {"VLLM_MOE_MODULAR": value})
     assert said.startswith(f"{SETTINGS_ONLY}, 'vllm_moe_modular.version'] ")
@@ -277,8 +289,16 @@ def test_registering_twice_in_one_process_patches_once() -> None:
 
 
 def test_a_compile_cache_made_without_the_plugin_is_not_reused_with_it() -> None:
-    code = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
-    code += "import vllm.envs as e; f = e.compile_factors(); print({k: f[k] for k in f if 'MOE_MODULAR' in k})"
-    assert in_a_process(code, {}) == "{}"
-    assert "'VLLM_MOE_MODULAR': '1'" in in_a_process(code, ON)
-    assert "'VLLM_MOE_MODULAR_ALL2ALL': 'torch'" in in_a_process(code, {**ON, "VLLM_MOE_MODULAR_ALL2ALL": "torch"})
+    """vLLM's cache is keyed by these factors."""
+    code = """
+import os, vllm.envs
+from vllm_moe_modular.plugin import register
+def ours():
+    register()
+    return {k: v for k, v in vllm.envs.compile_factors().items() if "MOE_MODULAR" in k}
+without = ours()
+os.environ["VLLM_MOE_MODULAR"] = "1"
+os.environ["VLLM_MOE_MODULAR_ALL2ALL"] = "torch"
+print(without, ours())
+"""
+    assert in_a_process(code, {}) == "{} {'VLLM_MOE_MODULAR': '1', 'VLLM_MOE_MODULAR_ALL2ALL': 'torch'}"
