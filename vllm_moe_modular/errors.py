@@ -38,6 +38,10 @@ class CapacityError(MoEModularError, ValueError):
     """More tokens in one step than the buffers were reserved for at start-up."""
 
 
+class ExpertIdError(MoEModularError, ValueError):
+    """A router's id names no expert of the layer."""
+
+
 class AgreementError(MoEModularError):
     """The ranks of one expert-parallel group would not run the same thing."""
 

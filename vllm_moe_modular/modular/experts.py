@@ -102,7 +102,8 @@ class PermuteExpertsUnpermute(ABC):
             weights: of this rank's experts.
             workspace: as asked for by `workspace`, uninitialised.
             weight_and_reduce_by: one of those declared. EXPERTS: apply the router's weights and sum over top-k.
-            router_weight_on_input: the weights multiply the input of the experts instead of their output.
+            router_weight_on_input: the weights multiply the input of the experts instead of their output. Only with
+                EXPERTS; with FINALIZE whoever dispatched has applied them.
 
         Returns:
             EXPERTS: [R, H]; FINALIZE: [R, K, H] (standard) or [E, C, H] (batched). Dtype of `rows.x`.
