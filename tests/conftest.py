@@ -1,0 +1,22 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vllm_moe_modular.testing.poison import poisoned_empty
+from vllm_moe_modular.testing.ranks import Ranks
+
+
+@pytest.fixture(autouse=True)
+def poison_empty() -> Iterator[None]:
+    """torch.empty hands out NaN, so a kernel that leaves a hole fails instead of passing by luck. Ranks do the same."""
+    with poisoned_empty():
+        yield
+
+
+@pytest.fixture(scope="session")
+def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks by their number, started at the first use and kept: starting them takes seconds, a call milliseconds."""
+    started: dict[int, Ranks] = {}
+    yield lambda size: started.setdefault(size, Ranks(size))
+    for ranks in started.values():
+        ranks.close()
