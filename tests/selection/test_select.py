@@ -11,7 +11,7 @@ from vllm_moe_modular.selection.problem import Device, Problem
 from vllm_moe_modular.selection.registry import Part, PartKind
 from vllm_moe_modular.selection.select import select
 
-LAPTOP, H200 = Device(kind="cpu"), Device(kind="cuda", sm=90)
+LAPTOP, H200 = Device(kind="cpu"), Device(kind="cuda", sm=90, peer_access=True)
 SINGLE = Problem(num_experts=8, num_local_experts=8, top_k=2, hidden=64, intermediate=32)
 DP2_EP = replace(SINGLE, num_local_experts=4, dp_size=2, ep_size=2)
 TP2_EP = replace(SINGLE, num_local_experts=4, tp_size=2, ep_size=2)
@@ -67,7 +67,7 @@ def test_every_objection_is_reported() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(NoUsablePartError, match=r"'deepep'.*known: auto, local, torch, allgather"):
+    with pytest.raises(NoUsablePartError, match=r"'deepep'.*known: auto, local, nvlink, torch, allgather"):
         select(builtin_registry(), DP2_EP, LAPTOP, all2all="deepep")
 
 
@@ -90,6 +90,21 @@ def test_formats_that_differ_are_not_paired() -> None:
     assert select(registry, DP2_EP, LAPTOP, all2all="batched").choice is None
 
 
+@pytest.mark.parametrize(
+    ("problem", "device", "says"),
+    [
+        (replace(DP2_EP, hosts=2), H200, "on 2 hosts, it reaches one"),
+        (DP2_EP, replace(H200, peer_access=False), "cannot access each other's memory"),
+        (replace(DP2_EP, dtype="float64"), H200, "dtype float64 is not one of bfloat16"),
+        (DP2_EP, LAPTOP, "runs on cuda, this device is cpu"),
+    ],
+)
+def test_nvlink_needs_one_host_with_peer_access(problem: Problem, device: Device, says: str) -> None:
+    verdicts = select(builtin_registry(), problem, device).verdicts[PartKind.PREPARE_FINALIZE]
+    (why,) = next(v.objections for v in verdicts if v.part.name == "nvlink")
+    assert says in why
+
+
 def test_a_name_can_be_registered_once() -> None:
     registry = builtin_registry()
     with pytest.raises(ValueError, match="already registered"):
@@ -101,6 +116,7 @@ def test_explain_is_stable_text() -> None:
         "all-to-all (asked for: auto)",
         "      no  local                    each of the 2 expert-parallel ranks has its own tokens (data parallel "
         "size 2, sequence parallel False); choose an all-to-all that moves them",
+        "      no  nvlink                   runs on cuda, this device is cpu",
         "  chosen  torch",
         "  usable  allgather",
         "experts (asked for: auto)",

@@ -67,6 +67,24 @@ def device_kind(kind: str) -> Check:
     return check
 
 
+def dtype_one_of(*names: str) -> Check:
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        if problem.dtype in names:
+            return None
+        return f"dtype {problem.dtype} is not one of {', '.join(names)}; pass --dtype {names[0]}"
+
+    return check
+
+
+def one_host_with_peer_access(problem: Problem, device: Device) -> str | None:
+    """For transports that store straight into a peer's memory."""
+    if problem.hosts > 1:
+        return f"the ranks are on {problem.hosts} hosts, it reaches one; choose an all-to-all over a network"
+    if device.kind == "cuda" and not device.peer_access:
+        return "the GPUs of this host cannot access each other's memory; choose an all-to-all over NCCL"
+    return None
+
+
 def no_cuda_graph(why: str) -> Check:
     def check(problem: Problem, device: Device) -> str | None:
         if device.kind == "cuda" and problem.cuda_graph:

@@ -10,10 +10,12 @@ class Device:
     Attributes:
         kind: "cuda" or "cpu".
         sm: compute capability times ten; 90 = Hopper; 0 where it has no meaning.
+        peer_access: every GPU of the host can read and write every other's memory.
     """
 
     kind: str
     sm: int = 0
+    peer_access: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class Problem:
         weights_missing: why the checkpoint's plain weights cannot be read off the layer; empty: they can.
         tp_size, dp_size, pcp_size, ep_size: ranks of each kind; ep_size 1 without expert parallelism.
         sequence_parallel: each tensor-parallel rank holds its own slice of the tokens.
+        hosts: machines that the expert-parallel ranks are spread over.
         capacity_tokens: the most tokens of any rank in one step (the scheduler's limit).
         irreplaceable: why vLLM's method of the layer cannot be replaced at all; empty: it can.
     """
@@ -49,6 +52,7 @@ class Problem:
     pcp_size: int = 1
     ep_size: int = 1
     sequence_parallel: bool = False
+    hosts: int = 1
     capacity_tokens: int = 8192
     cuda_graph: bool = False
     micro_batches: bool = False

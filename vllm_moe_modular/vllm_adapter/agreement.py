@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from socket import gethostname
 from typing import Any
 
 import torch.distributed as dist
@@ -85,7 +86,8 @@ def require_equal(records: Sequence[Record], *, what: str) -> None:
 def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None, *, load: int) -> None:
     """At the start of loading: all ranks that share experts run the same package with the same settings.
 
-    A part that some rank cannot import is chosen by none. Sets `runtime.missing` and `runtime.group`.
+    A part that some rank cannot import is chosen by none. Sets `runtime.missing`, `runtime.hosts` and
+    `runtime.group`.
 
     Args:
         group: the expert-parallel group; None where there is none.
@@ -105,10 +107,11 @@ def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None, *, load
         topic=f"settings/{ranks}/{load}",
         rank=dist.get_rank(group),
         size=dist.get_world_size(group),
-        record={"here": here, "missing": runtime.missing_modules()},
+        record={"here": here, "host": gethostname(), "missing": runtime.missing_modules()},
         timeout_s=runtime.settings.timeout_s,
     )
     require_equal([r["here"] for r in records], what="their settings")
+    runtime.hosts = len({r["host"] for r in records})
     runtime.missing = _missing_anywhere([r["missing"] for r in records])
     if runtime.group is None:
         runtime.group = RankGroup(group, timeout_s=runtime.settings.timeout_s, store=store)

@@ -1,7 +1,7 @@
 """What one process of the server keeps: settings, parts, plans, and the objects that layers share."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -50,6 +50,7 @@ class Runtime:
     settings: Settings
     device: Device = field(default_factory=lambda: this_device())
     registry: Registry = field(default_factory=builtin_registry)
+    hosts: int = 1  # that the expert-parallel ranks are spread over
     missing: dict[str, list[str]] | None = None  # by part target: modules that some rank lacks, once ranks were asked
     group: RankGroup | None = None
     report: Report | None = None
@@ -72,6 +73,7 @@ class Runtime:
         pattern = next((p for p in self.settings.skip_layers if fnmatchcase(name, p)), None)
         if pattern is not None:
             return Plan(problem, None, f"VLLM_MOE_MODULAR_SKIP_LAYERS has {pattern}")
+        problem = replace(problem, hosts=self.hosts)
         selection = self._select(problem)
         if selection.choice is None:
             named = {self.settings.all2all, self.settings.experts} - {AUTO}
@@ -134,7 +136,9 @@ class Runtime:
 
 def this_device() -> Device:
     """The accelerator of this process, or the CPU."""
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        return Device(kind="cuda", sm=10 * major + minor)
-    return Device(kind="cpu")
+    if not torch.cuda.is_available():
+        return Device(kind="cpu")
+    major, minor = torch.cuda.get_device_capability()
+    gpus = range(torch.cuda.device_count())
+    peers = all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
+    return Device(kind="cuda", sm=10 * major + minor, peer_access=peers)
