@@ -1,0 +1,120 @@
+"""`nvlink` over one rank, which has nobody to wait for: the part around the kernels, without a GPU."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of triton
+
+import pytest
+
+from vllm_moe_modular.errors import CapacityError, MoEModularError, RankLostError, ShapeError, UnsupportedError
+from vllm_moe_modular.kernels.nvlink_memory import Failure, NvlinkShape, make_slot, unpack_failure
+from vllm_moe_modular.modular.placement import ExpertPlacement
+from vllm_moe_modular.modular.prepare_finalize import Dispatched, StandardRows
+from vllm_moe_modular.prepare_finalize.nvlink import NvlinkBuffers, NvlinkPrepareAndFinalize, NvlinkTicket
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPE = NvlinkShape(ranks=1, capacity_tokens=4, top_k=2, hidden=16, dtype=torch.float32)
+
+
+@pytest.fixture
+def buffers() -> NvlinkBuffers:
+    failure = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    host_failure = torch.zeros(1, dtype=torch.int64, pin_memory=DEVICE.type == "cuda")
+    peers = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    memory = torch.zeros(2, SHAPE.slot_bytes, dtype=torch.uint8, device=DEVICE)
+    return NvlinkBuffers(
+        [
+            make_slot(SHAPE, part, rank=0, peers=peers, failure=failure, host_failure=host_failure)
+            for part in memory.unbind()
+        ]
+    )  # fmt: skip
+
+
+@pytest.fixture
+def part(buffers: NvlinkBuffers) -> NvlinkPrepareAndFinalize:
+    return NvlinkPrepareAndFinalize(buffers=buffers, placement=ExpertPlacement.linear(3, 1), timeout_s=1.0)
+
+
+def prepare(part: NvlinkPrepareAndFinalize, x: torch.Tensor, *, at_most: int = 4) -> Dispatched[NvlinkTicket]:
+    ids = torch.tensor([0, 2], dtype=torch.int32, device=x.device).repeat(len(x), 1)
+    weights = torch.ones(len(x), 2, device=x.device)
+    return part.prepare(x, ids, weights, max_tokens_per_rank=at_most, router_weight_on_input=False)
+
+
+def rows_of(T: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(T, 16, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def finalized(part: NvlinkPrepareAndFinalize, done: Dispatched[NvlinkTicket], T: int) -> torch.Tensor:
+    assert isinstance(done.rows, StandardRows)
+    out = torch.empty(T, 16, device=DEVICE)
+    part.finalize(done.rows.x * 2, done.ticket, out_TH=out)
+    return out
+
+
+def test_rows_come_back(part: NvlinkPrepareAndFinalize) -> None:
+    x = rows_of(3)
+    done = prepare(part, x)
+    assert isinstance(done.rows, StandardRows)
+    assert done.rows.topk_ids.tolist() == [[0, 2]] * 3 + [[-1, -1]]
+    assert torch.equal(finalized(part, done, 3), x * 2)
+
+
+def test_two_calls_in_flight_do_not_mix_and_a_third_is_refused(part: NvlinkPrepareAndFinalize) -> None:
+    a, b = rows_of(3, seed=1), rows_of(4, seed=2)
+    first, second = prepare(part, a), prepare(part, b)
+    with pytest.raises(MoEModularError, match="2 calls are in flight already"):
+        prepare(part, a)
+    assert torch.equal(finalized(part, second, 4), b * 2)
+    assert torch.equal(finalized(part, first, 3), a * 2)
+    assert prepare(part, a).ticket.slot == 0
+
+
+def test_no_tokens_anywhere_still_takes_part(part: NvlinkPrepareAndFinalize, buffers: NvlinkBuffers) -> None:
+    done = prepare(part, rows_of(0), at_most=0)
+    assert isinstance(done.rows, StandardRows)
+    assert done.rows.topk_ids.tolist() == [[-1, -1]]
+    assert finalized(part, done, 0).shape == (0, 16)
+    assert buffers.slots[0].counters[:, 0].tolist() == [1, 1, 1]
+
+
+def test_an_output_need_not_be_contiguous(part: NvlinkPrepareAndFinalize) -> None:
+    x = rows_of(3)
+    done = prepare(part, x.T.contiguous().T)
+    assert isinstance(done.rows, StandardRows)
+    out = torch.empty(16, 3, device=DEVICE).T
+    part.finalize(done.rows.x, done.ticket, out_TH=out)
+    assert torch.equal(out, x)
+
+
+def test_more_tokens_than_reserved(part: NvlinkPrepareAndFinalize) -> None:
+    with pytest.raises(CapacityError, match=r"a step of 5 tokens per rank, 4 were reserved.*--max-num-batched-tokens"):
+        prepare(part, rows_of(2), at_most=5)
+
+
+def test_another_layer_than_reserved_for(part: NvlinkPrepareAndFinalize) -> None:
+    with pytest.raises(ShapeError, match="H=16"):
+        prepare(part, torch.zeros(2, 17, device=DEVICE))
+    with pytest.raises(UnsupportedError, match=r"x_TH in torch.float16.*reserved for torch.float32"):
+        prepare(part, rows_of(2).half())
+    assert finalized(part, prepare(part, rows_of(2)), 2).shape == (2, 16)
+
+
+def test_what_the_device_noted_is_raised_at_every_chance(
+    part: NvlinkPrepareAndFinalize, buffers: NvlinkBuffers
+) -> None:
+    done = prepare(part, rows_of(2))
+    buffers.slots[0].host_failure.fill_(2 << 48 | 3 << 32 | 1234)
+    for _ in range(2):
+        with pytest.raises(RankLostError, match="nothing came from rank 3 in the combine of step 1234 within 1 s"):
+            finalized(part, done, 2)
+        with pytest.raises(RankLostError, match="rank 3"):
+            prepare(part, rows_of(2))
+
+
+def test_notes_of_the_device() -> None:
+    assert unpack_failure(0) is None
+    assert unpack_failure(1 << 48 | 0x7FFFFFFF) == Failure("dispatch", 0, 2**31 - 1)

@@ -1,0 +1,55 @@
+"""How the grouped GEMMs are launched: grids that the host can know, and what the copy engine takes."""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_moe_modular.kernels.align_rows import AlignedRows
+from vllm_moe_modular.kernels.gemm_tiles import HOPPER_SHARED_MEMORY_BYTES, GemmTile
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """Of one program; where the interpreter runs, Hopper's, so that it tests Hopper's tiles."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_MEMORY_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Programmatic dependent launch, and the copy engine behind tensor descriptors: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def takes_descriptor(t: torch.Tensor) -> bool:
+    """Whether the copy engine can read `t`: contiguous rows of a multiple of 16 bytes, 16-byte aligned."""
+    row_bytes = t.shape[-1] * t.element_size()
+    has_copy_engine = t.device.type == "cpu" or has_dependent_launch(t.device)  # Triton's interpreter has one
+    return has_copy_engine and t.is_contiguous() and row_bytes % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def grid_of(rows: AlignedRows, tiles_across: int, tile: GemmTile, device: torch.device) -> tuple[int]:
+    """One program per tile that there may be, or as many as run at a time."""
+    most = rows.blocks.shape[0] * tiles_across
+    if tile.programs_per_sm == 0:
+        return (most,)
+    return (min(most, tile.programs_per_sm * _multiprocessors(device)),)
+
+
+@triton.jit
+def tile_in_group(tile, num_blocks, tiles_across, GROUP_R: tl.constexpr):
+    """The block of rows and the column of a tile: GROUP_R blocks side by side over all columns share weights in L2."""
+    first = tile // (GROUP_R * tiles_across) * GROUP_R
+    height = tl.minimum(num_blocks - first, GROUP_R)
+    within = tile % (GROUP_R * tiles_across)
+    return first + within % height, within // height
