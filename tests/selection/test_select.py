@@ -61,9 +61,20 @@ def test_data_parallel_without_expert_parallel_says_enable_expert_parallel() -> 
 
 def test_every_objection_is_reported() -> None:
     broken = replace(DP2_EP, lora=False, activation="situ", quant_scheme="Fp8MoEMethod")
-    verdict = next(v for v in select(builtin_registry(), broken, H200).verdicts[PartKind.EXPERTS])
+    verdicts = select(builtin_registry(), broken, H200).verdicts[PartKind.EXPERTS]
+    verdict = next(v for v in verdicts if v.part.name == "torch")
     assert len(verdict.objections) == 2
     assert len(verdict.reservations) == 1
+
+
+def test_named_parts_of_our_own_run_on_a_gpu() -> None:
+    assert chosen(DP2_EP, H200, all2all="nvlink", experts="triton") == "nvlink + triton"
+
+
+def test_auto_leaves_a_gpu_to_vllm_and_says_why() -> None:
+    selection = select(builtin_registry(), DP2_EP, H200)
+    assert selection.choice is None
+    assert "not yet compared with vLLM's kernels in a served model" in selection.why_not
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -120,6 +131,7 @@ def test_explain_is_stable_text() -> None:
         "  chosen  torch",
         "  usable  allgather",
         "experts (asked for: auto)",
+        "      no  triton                   runs on cuda, this device is cpu",
         "  chosen  torch",
     ]
 

@@ -153,22 +153,24 @@ class OtherMethod(UnquantizedFusedMoEMethod):
         return super().apply(layer, *args, **kwargs)
 
 
+class Other(QuantizationConfig):
+    def get_name(self): return "other"
+    def get_supported_act_dtypes(self): return [torch.float32]
+    @classmethod
+    def get_min_capability(cls): return -1
+    @staticmethod
+    def get_config_filenames(): return []
+    @classmethod
+    def from_config(cls, config): return cls()
+    def get_quant_method(self, layer, prefix):
+        if isinstance(layer, RoutedExperts) and ".layers.0." in prefix:
+            MADE.append(OtherMethod(layer.moe_config))
+            return MADE[-1]
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+
 def register():
-    @register_quantization_config("other")
-    class Other(QuantizationConfig):
-        def get_name(self): return "other"
-        def get_supported_act_dtypes(self): return [torch.float32]
-        @classmethod
-        def get_min_capability(cls): return -1
-        @staticmethod
-        def get_config_filenames(): return []
-        @classmethod
-        def from_config(cls, config): return cls()
-        def get_quant_method(self, layer, prefix):
-            if isinstance(layer, RoutedExperts) and ".layers.0." in prefix:
-                MADE.append(OtherMethod(layer.moe_config))
-                return MADE[-1]
-            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+    register_quantization_config("other")(Other)
 '''
 
 

@@ -55,6 +55,8 @@ def activation_one_of(*names: str) -> Check:
 
 def plain_weights(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
     """For experts that read unquantised weights off the layer."""
+    if problem.irreplaceable:
+        return None  # which says it all
     if problem.quant_scheme != "none":
         return f"the weights are quantised ({problem.quant_scheme}); serve an unquantised checkpoint"
     return problem.weights_missing or None

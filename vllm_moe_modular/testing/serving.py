@@ -221,7 +221,7 @@ def vllm_version(python: Path | str) -> tuple[int, ...]:
     return tuple(int(part) for part in release if part.isdigit())
 
 
-def cpu_environment(python: Path | str) -> dict[str, str]:
+def cpu_environment(python: Path | str) -> dict[str, str | None]:
     """Variables under which several ranks share one small machine without a network. They change nothing on a GPU."""
     # "nobind" is newer than 0.11, where a list with "all" for every rank means the same.
     bind = "nobind" if vllm_version(python) >= (0, 12) else "|".join(["all"] * 16)
@@ -229,4 +229,5 @@ def cpu_environment(python: Path | str) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": bind,
         **{"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        "TRITON_INTERPRET": None,  # of the tests of kernels, not of the server's
     }

@@ -1,0 +1,193 @@
+"""Unquantised experts of the standard format in Triton: four launches for a batch, two for one or a few rows.
+
+    a batch: align_rows, grouped_gemm_gated, grouped_gemm_down, weighted_topk_sum
+    few rows: small_batch_gated, small_batch_down
+
+Letters: R rows, K top-k, S = R * K slots, H hidden, F expert intermediate, E local experts.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from vllm_moe_modular.activation_format import ActivationFormat
+from vllm_moe_modular.errors import ShapeError, UnsupportedError
+from vllm_moe_modular.kernels.align_rows import align_rows, scratch_ints
+from vllm_moe_modular.kernels.gated_activation import GatedActivation
+from vllm_moe_modular.kernels.gather_rows import gather_rows
+from vllm_moe_modular.kernels.gemm_tiles import GemmTiles, choose_tiles
+from vllm_moe_modular.kernels.grouped_gemm_down import grouped_gemm_down
+from vllm_moe_modular.kernels.grouped_gemm_gated import grouped_gemm_gated
+from vllm_moe_modular.kernels.launch import has_dependent_launch, shared_memory_bytes, takes_descriptor
+from vllm_moe_modular.kernels.small_batch_down import small_batch_down
+from vllm_moe_modular.kernels.small_batch_gated import small_batch_gated
+from vllm_moe_modular.kernels.weighted_topk_sum import weighted_topk_sum
+from vllm_moe_modular.modular.build import BuildContext
+from vllm_moe_modular.modular.experts import Activation, ExpertWeights, PermuteExpertsUnpermute
+from vllm_moe_modular.modular.prepare_finalize import Rows, StandardRows
+from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
+from vllm_moe_modular.modular.workspace import BufferSpec
+
+
+def is_small_batch(rows: int, top_k: int, num_experts: int) -> bool:
+    """Whether to go slot by slot: so few slots that hardly two of them share an expert's weights."""
+    return rows == 1 or (rows == 2 and 8 * top_k <= num_experts)
+
+
+class TritonExperts(PermuteExpertsUnpermute):
+    """Runs in CUDA graphs at every size: nothing is read back to the host.
+
+    Args:
+        activation: between the two GEMMs; a gated one.
+        tiles: for the grouped GEMMs; None: chosen by the shape of each call.
+
+    Raises:
+        UnsupportedError: the activation has no gate.
+    """
+
+    activation_format: ClassVar[ActivationFormat] = ActivationFormat.STANDARD
+    weight_and_reduce_by: ClassVar[frozenset[WeightAndReduceBy]] = frozenset({WeightAndReduceBy.EXPERTS})
+
+    def __init__(self, activation: Activation, *, tiles: GemmTiles | None = None) -> None:
+        if not activation.kind.is_gated:
+            raise UnsupportedError(
+                f"activation {activation.kind.value} in the triton experts", instead="use the torch experts"
+            )
+        self._activation = GatedActivation(
+            name=activation.kind.value,
+            limit=activation.limit,
+            alpha=activation.alpha,
+            beta=activation.beta,
+            interleaved=activation.interleaved,
+        )
+        self._tiles = tiles
+
+    @classmethod
+    def build(cls, context: BuildContext) -> "TritonExperts":
+        """For one layer."""
+        return cls(context.require_activation())
+
+    def workspace(self, rows: Rows, weights: ExpertWeights) -> Sequence[BufferSpec]:
+        """The activated rows (where the result goes once they are used up), the expert rows, indices."""
+        rows = _standard(rows)
+        R, K = rows.topk_ids.shape
+        E, H, F = weights.w2.shape
+        if is_small_batch(R, K, E):
+            return (BufferSpec((R * K, F), rows.x.dtype), BufferSpec((R, H), rows.x.dtype))
+        return (
+            BufferSpec((max(R * K * F, R * H),), rows.x.dtype),
+            BufferSpec((R * K, H), rows.x.dtype),
+            BufferSpec((scratch_ints(R * K, E, self._tiles_for(rows, weights).block_rows),), torch.int32),
+        )
+
+    def apply(
+        self,
+        rows: Rows,
+        weights: ExpertWeights,
+        *,
+        workspace: Sequence[torch.Tensor],
+        weight_and_reduce_by: WeightAndReduceBy,
+        router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        """See `PermuteExpertsUnpermute.apply`; weights and sums over top-k itself.
+
+        Raises:
+            UnsupportedError: the weighted sum was left to finalize; the weights are not contiguous, or of another dtype
+                than the rows.
+            ShapeError: the weights are not of the rows' hidden size, or not of each other's.
+        """
+        rows = _standard(rows)
+        if weight_and_reduce_by is not WeightAndReduceBy.EXPERTS:
+            raise UnsupportedError(
+                "leaving the weighted sum of the triton experts to finalize",
+                instead="choose an all-to-all that leaves it to the experts",
+            )
+        R, K = rows.topk_ids.shape
+        E, H, _ = weights.w2.shape
+        _require_fitting(rows, weights)
+        if R == 0:
+            return rows.x.new_empty((0, H))
+        run = self._small_batch if is_small_batch(R, K, E) else self._batch
+        return run(rows, weights, workspace, router_weight_on_input)
+
+    def _small_batch(
+        self, rows: StandardRows, weights: ExpertWeights, workspace: Sequence[torch.Tensor], weight_on_input: bool
+    ) -> torch.Tensor:
+        activated_SF, out_RH = workspace
+        pdl = has_dependent_launch(rows.x.device)
+        ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
+        small_batch_gated(
+            rows.x, weights.w13, ids, out_SF=activated_SF, activation=self._activation, bias=weights.w13_bias,
+            topk_weights_RK=topk_weights if weight_on_input else None, pdl=pdl,
+        )  # fmt: skip
+        small_batch_down(
+            activated_SF, weights.w2, ids, None if weight_on_input else topk_weights,
+            out_RH=out_RH, bias=weights.w2_bias, pdl=pdl,
+        )  # fmt: skip
+        return out_RH
+
+    def _batch(
+        self, rows: StandardRows, weights: ExpertWeights, workspace: Sequence[torch.Tensor], weight_on_input: bool
+    ) -> torch.Tensor:
+        R, K = rows.topk_ids.shape
+        E, H, F = weights.w2.shape
+        pool, y_SH, ints = workspace
+        activated_SF = pool[: R * K * F].view(R * K, F)
+        out_RH = pool[: R * H].view(R, H)  # over the activated rows, which the down GEMM has used up by then
+        tiles = self._tiles_for(rows, weights)
+        pdl = has_dependent_launch(rows.x.device)
+        ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
+        aligned = align_rows(ids, E, tiles.block_rows, scratch=ints, pdl=pdl)
+        gather = tiles.gather_first and takes_descriptor(y_SH)
+        if gather:
+            gather_rows(rows.x, aligned, top_k=K, out_SH=y_SH, pdl=pdl)
+        grouped_gemm_gated(
+            y_SH if gather else rows.x, weights.w13, aligned, out_SF=activated_SF, top_k=K, activation=self._activation,
+            bias=weights.w13_bias, topk_weights_RK=topk_weights if weight_on_input else None,
+            block_rows=tiles.block_rows, tile=tiles.gated, gathered=gather, pdl=pdl,
+        )  # fmt: skip
+        grouped_gemm_down(
+            activated_SF, weights.w2, aligned, out_SH=y_SH, bias=weights.w2_bias,
+            block_rows=tiles.block_rows, tile=tiles.down, pdl=pdl,
+        )  # fmt: skip
+        weighted_topk_sum(
+            y_SH, ids, None if weight_on_input else topk_weights, num_experts=E, out_RH=out_RH, pdl=pdl
+        )  # fmt: skip
+        return out_RH
+
+    def _tiles_for(self, rows: StandardRows, weights: ExpertWeights) -> GemmTiles:
+        E, H, F = weights.w2.shape
+        return self._tiles or choose_tiles(
+            slots=rows.topk_ids.numel(),
+            num_experts=E,
+            hidden=H,
+            intermediate=F,
+            itemsize=rows.x.element_size(),
+            shared_memory_bytes=shared_memory_bytes(rows.x.device),
+        )
+
+
+def _standard(rows: Rows) -> StandardRows:
+    if not isinstance(rows, StandardRows):
+        raise UnsupportedError("the batched format in the triton experts", instead="use the triton_batched experts")
+    return rows
+
+
+def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:
+    E, H, F = weights.w2.shape
+    R = rows.x.shape[0]
+    if weights.w13.shape != (E, 2 * F, H):
+        raise ShapeError("w13", want=("E", "2F", "H"), values={"E": E, "2F": 2 * F, "H": H}, got=weights.w13.shape)
+    if rows.x.shape[1] != H:
+        raise ShapeError("x", want=("R", "H"), values={"R": R, "H": H}, got=rows.x.shape)
+    for name, w in (("w13", weights.w13), ("w2", weights.w2)):
+        if w.dtype != rows.x.dtype:
+            raise UnsupportedError(
+                f"{name} in {w.dtype} with rows in {rows.x.dtype} in the triton experts",
+                instead="serve with --dtype set to that of the checkpoint, or use the torch experts",
+            )
+        if not w.is_contiguous():
+            raise UnsupportedError(
+                f"{name} with strides {w.stride()} in the triton experts", instead="use the torch experts"
+            )

@@ -1,0 +1,120 @@
+"""Which tiles the two grouped GEMMs use, as a function of the problem and nothing else.
+
+What decides is the mean number of rows per expert. Below about 48 the time is that of streaming every active expert's
+weights once: a block holds all rows of most experts, so that few weights are read twice, and several narrow tiles per
+multiprocessor stream at a time. Above, the matrix units decide: 128 x 256 products, one program per multiprocessor
+that loads for its next tile while it stores the last; and, where the products are long enough to pay for the copy, rows
+gathered beforehand, so that the copy engine can read them.
+"""
+
+from dataclasses import dataclass, replace
+
+import triton
+
+HOPPER_SHARED_MEMORY_BYTES = 227 * 1024
+"""Of one program."""
+
+_EPILOGUE_BYTES = 32 * 1024
+"""Shared memory through which a tile is turned into rows to store, as the compiler reports it for the largest tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTile:
+    """One grouped GEMM.
+
+    Attributes:
+        block_columns: output columns per program; of the gated GEMM, columns after the activation.
+        block_depth: elements of the summed dimension per step.
+        group_rows: blocks of rows that run side by side over all columns.
+        programs_per_sm: of a persistent grid, which loads for the next tile while it stores the last; 0: one program
+            per tile.
+    """
+
+    block_columns: int
+    block_depth: int
+    group_rows: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTiles:
+    """Both grouped GEMMs; they share the blocks of rows that `align_rows` cut."""
+
+    block_rows: int
+    gated: GemmTile
+    down: GemmTile
+    gather_first: bool = False  # copy the rows into the order of the experts before the gated GEMM
+
+
+def choose_tiles(
+    *,
+    slots: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    itemsize: int,
+    shared_memory_bytes: int = HOPPER_SHARED_MEMORY_BYTES,
+) -> GemmTiles:
+    """Pure and CPU-testable; the launchers take no other decision.
+
+    The limits were measured on an H200: benchmarks/notes_experts.md. Other devices get the same tiles, cut to fit.
+    """
+    mean_rows = slots / num_experts
+    if mean_rows >= 48:
+        tiles = GemmTiles(
+            block_rows=128,
+            gated=GemmTile(128, 64, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1),
+            down=GemmTile(256, 64, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1),
+            gather_first=mean_rows >= 192 and intermediate >= 1024,
+        )
+    elif mean_rows >= 24:
+        tiles = GemmTiles(
+            block_rows=64,
+            gated=GemmTile(64, 64, group_rows=1, num_warps=4, num_stages=3),
+            down=GemmTile(128, 64, group_rows=1, num_warps=4, num_stages=4),
+        )
+    elif mean_rows > 8:
+        tiles = GemmTiles(
+            block_rows=32,
+            gated=GemmTile(64, 128, group_rows=1, num_warps=4, num_stages=3),
+            down=GemmTile(128, 128, group_rows=1, num_warps=4, num_stages=3),
+        )
+    else:
+        tiles = GemmTiles(
+            block_rows=16,
+            gated=GemmTile(32, 256, group_rows=1, num_warps=4, num_stages=3),
+            down=GemmTile(64, 256, group_rows=1, num_warps=4, num_stages=3),
+        )
+    if itemsize > 2:
+        tiles = _for_wide_elements(tiles, hidden=hidden, intermediate=intermediate)
+    room = shared_memory_bytes - _EPILOGUE_BYTES
+    return replace(
+        tiles,
+        gated=_cut(tiles.gated, block_rows=tiles.block_rows, columns_per_output=2, room=room // itemsize),
+        down=_cut(tiles.down, block_rows=tiles.block_rows, columns_per_output=1, room=room // itemsize),
+    )
+
+
+def _cut(tile: GemmTile, *, block_rows: int, columns_per_output: int, room: int) -> GemmTile:
+    """The same with fewer stages, then fewer columns, until `room` elements hold all stages."""
+
+    def size(tile: GemmTile) -> int:
+        return (block_rows + columns_per_output * tile.block_columns) * tile.block_depth * tile.num_stages
+
+    while size(tile) > room and tile.num_stages > 2:
+        tile = replace(tile, num_stages=tile.num_stages - 1)
+    while size(tile) > room and tile.block_columns > 16:
+        tile = replace(tile, block_columns=tile.block_columns // 2)
+    return tile
+
+
+def _for_wide_elements(tiles: GemmTiles, *, hidden: int, intermediate: int) -> GemmTiles:
+    """float32, which only tests use: small tiles that fit in shared memory anywhere."""
+
+    def narrow(depth: int) -> GemmTile:
+        block_depth = min(32, max(16, triton.next_power_of_2(depth)))
+        return GemmTile(32, block_depth, group_rows=1, num_warps=4, num_stages=2)
+
+    return GemmTiles(min(32, tiles.block_rows), gated=narrow(hidden), down=narrow(intermediate))

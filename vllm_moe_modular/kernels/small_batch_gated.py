@@ -1,0 +1,130 @@
+"""First GEMM, bias and gated activation of one or a few rows: one matrix-vector product per slot, nothing sorted.
+
+    [gate | up][s, :] = x[s // K, :] @ w13[ids[s]].T (* weight[s]) + w13_bias[ids[s]]
+    y[s, f] = activation(gate[s, f], up[s, f])
+
+A slot whose id is below 0 or past the last expert is left alone. Weights are multiplied in float32: a matrix unit would
+be given 15 empty rows of 16. Rows that share an expert read it twice, the second time from L2.
+
+Shapes: R rows, K top-k, S = R * K slots, H hidden, F expert intermediate, E experts.
+Cost:   memory bound: S * 2F * H weights.
+Reference: vllm_moe_modular.reference.small_batch_gated.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_moe_modular.kernels.gated_activation import GatedActivation, gated_activation
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    block_f: int  # columns after the activation per program
+    block_h: int  # elements of the summed dimension per step
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(*, hidden: int) -> Tile:
+    """Pure and CPU-testable. Narrow, so that every multiprocessor streams several tiles at a time,
+    each with two steps in flight."""
+    block_h = min(512, max(16, triton.next_power_of_2(hidden)))
+    return Tile(block_f=4, block_h=block_h, num_warps=4, num_stages=3)
+
+
+@triton.jit
+def _small_batch_gated_kernel(
+    y_ptr,  # [S, F]
+    x_ptr,  # [R, H]
+    w_ptr,  # [E, 2F, H]
+    bias_ptr,  # [E, 2F] or None
+    ids_ptr,  # [S] int32 or int64
+    topk_weights_ptr,  # [S] or None
+    limit,
+    alpha,
+    beta,
+    stride_x_r,
+    H,
+    F,
+    E,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EVEN_H: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tiles_f = tl.cdiv(F, BLOCK_F)
+    s = tl.program_id(0) // tiles_f
+    f = tl.program_id(0) % tiles_f * BLOCK_F + tl.arange(0, BLOCK_F)
+    in_f = f < F
+    e = tl.load(ids_ptr + s).to(tl.int64)
+    if (e >= 0) & (e < E):
+        h = tl.arange(0, BLOCK_H)
+        x_ptrs = x_ptr + (s // K).to(tl.int64) * stride_x_r + h
+        gate_at, up_at = (2 * f, 2 * f + 1) if INTERLEAVED else (f, F + f)
+        # int64 before the multiply: experts x intermediate x hidden passes 2**31.
+        gate_ptrs = w_ptr + (e * 2 * F + gate_at)[:, None] * H + h[None, :]
+        up_ptrs = w_ptr + (e * 2 * F + up_at)[:, None] * H + h[None, :]
+        gates = tl.zeros([BLOCK_F, BLOCK_H], dtype=tl.float32)
+        ups = tl.zeros([BLOCK_F, BLOCK_H], dtype=tl.float32)
+        for h0 in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):
+            in_w = in_f[:, None] if EVEN_H else in_f[:, None] & (h0 + h < H)[None, :]
+            x = tl.load(x_ptrs + h0, mask=h0 + h < H, other=0.0).to(tl.float32)[None, :]
+            gates += x * tl.load(gate_ptrs + h0, mask=in_w, other=0.0).to(tl.float32)
+            ups += x * tl.load(up_ptrs + h0, mask=in_w, other=0.0).to(tl.float32)
+        gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
+        if topk_weights_ptr is not None:
+            weight = tl.load(topk_weights_ptr + s)
+            gate *= weight
+            up *= weight
+        if bias_ptr is not None:
+            gate += tl.load(bias_ptr + e * 2 * F + gate_at, mask=in_f, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + e * 2 * F + up_at, mask=in_f, other=0.0).to(tl.float32)
+        y = gated_activation(gate, up, limit, alpha, beta, ACTIVATION, HAS_LIMIT)
+        tl.store(y_ptr + s.to(tl.int64) * F + f, y.to(y_ptr.dtype.element_ty), mask=in_f)
+
+
+def small_batch_gated(
+    x_RH: torch.Tensor,
+    w13: torch.Tensor,
+    topk_ids_RK: torch.Tensor,
+    *,
+    out_SF: torch.Tensor,
+    activation: GatedActivation,
+    bias: torch.Tensor | None = None,
+    topk_weights_RK: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> None:
+    """Write row s of `out_SF` for each slot s that has an expert here; other rows are left alone.
+
+    Args:
+        x_RH: [R, H], rows contiguous.
+        w13: [E, 2F, H], contiguous.
+        topk_ids_RK: [R, K], contiguous.
+        out_SF: [S, F], contiguous, dtype of `x_RH`; rounded to once.
+        bias: [E, 2F] or None.
+        topk_weights_RK: [R, K] float32, to multiply the input with; None: not here.
+        pdl: let the next kernel be launched early; it has to wait for this one itself.
+    """
+    E, two_f, H = w13.shape
+    F = two_f // 2
+    tile = tile or choose_tile(hidden=H)
+    grid = (topk_ids_RK.numel() * triton.cdiv(F, tile.block_f),)
+    _small_batch_gated_kernel[grid](
+        out_SF, x_RH, w13, bias, topk_ids_RK, topk_weights_RK,
+        activation.limit or 0.0, activation.alpha, activation.beta,
+        x_RH.stride(0), H, F, E,
+        K=topk_ids_RK.shape[1], ACTIVATION=activation.name, HAS_LIMIT=activation.limit is not None,
+        INTERLEAVED=activation.interleaved, EVEN_H=H % tile.block_h == 0, BLOCK_F=tile.block_f,
+        BLOCK_H=tile.block_h, NUM_STAGES=tile.num_stages, PDL=pdl, num_warps=tile.num_warps,
+    )  # fmt: skip
