@@ -10,6 +10,8 @@ def replaceable(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
         return problem.irreplaceable
     if problem.lora:
         return "LoRA keeps a kernel from before the swap and would be ignored; serve without --enable-lora"
+    if problem.elastic_ep:
+        return "elastic expert parallelism would change the ranks under a swapped layer; pass --no-enable-elastic-ep"
     if problem.pcp_size > 1:
         return "prefill context parallelism is not supported; pass --prefill-context-parallel-size 1"
     return None

@@ -87,6 +87,19 @@ _SINCE_0_28: tuple[Expectation, ...] = (
     Reads(f"{_RUNNER}._forward_entry"),
     Reads(f"{_RUNNER}._shared_experts"),
     Reads(f"{_MOE}.runner.shared_experts:SharedExpertsOrder.MK_INTERNAL_OVERLAPPED"),
+    *(
+        Reads(f"{_MOE}.config:FusedMoEConfig.{field}")
+        for field in (
+            "num_experts", "experts_per_token", "hidden_dim", "intermediate_size_per_partition", "activation",
+            "has_bias", "in_dtype", "max_num_tokens", "max_capture_size", "is_lora_enabled", "swiglu_limit",
+            "swiglu_alpha", "swiglu_beta", "moe_parallel_config",
+        )
+    ),
+    *(
+        Reads(f"{_MOE}.config:FusedMoEParallelConfig.{field}")
+        for field in ("dp_size", "pcp_size", "ep_size", "ep_rank", "enable_eplb", "is_sequence_parallel")
+    ),
+    Reads("vllm.config.parallel:ParallelConfig.enable_elastic_ep"),
     Overrides("vllm.v1.worker.gpu_worker:Worker.load_model", ("load_dummy_weights",)),
     Reads("vllm.forward_context:ForwardContext.dp_metadata"),
     Reads("vllm.forward_context:DPMetadata.num_tokens_across_dp_cpu"),

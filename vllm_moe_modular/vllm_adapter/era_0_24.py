@@ -7,7 +7,6 @@ It does so on GPUs, in groups of two or more ranks, and for methods that do not 
 from typing import Any
 
 from vllm_moe_modular.vllm_adapter import era_0_28
-from vllm_moe_modular.vllm_adapter.era_0_28 import RoutedExpertsLayer
 from vllm_moe_modular.vllm_adapter.patches import Patch
 
 
@@ -29,5 +28,5 @@ class Adapter(era_0_28.Adapter):
 
     def _at_buffer_set_up(self, original: Any, runner: Any) -> None:
         if self.runtime.settings.enabled:
-            self.init_prepare_finalize(RoutedExpertsLayer(runner.routed_experts, runner))
+            self._visit(None, runner)
         original(runner)  # leaves a method that owns a kernel, as ours does, alone

@@ -43,9 +43,12 @@ class RoutedExpertsLayer(MoELayer):
 
     module: Any
 
-    def __init__(self, routed_experts: RoutedExperts, runner: MoERunner | None = None) -> None:
+    def __init__(
+        self, routed_experts: RoutedExperts, runner: MoERunner | None = None, *, elastic_ep: bool = False
+    ) -> None:
         super().__init__(routed_experts)
         self._runner: Any = runner  # None while the weights are still being loaded
+        self._elastic_ep = elastic_ep
 
     @property
     def name(self) -> str:
@@ -77,6 +80,7 @@ class RoutedExpertsLayer(MoELayer):
             cuda_graph=bool(config.max_capture_size),
             eplb=parallel.enable_eplb,
             lora=config.is_lora_enabled,
+            elastic_ep=self._elastic_ep,
             irreplaceable="" if plain else no_modular_form(method),
         )
 
@@ -278,16 +282,20 @@ class Adapter(adapter.Adapter):
         )
 
     def _visit(self, original: None, runner: MoERunner) -> None:
-        self.init_prepare_finalize(RoutedExpertsLayer(runner.routed_experts, runner))
+        self.init_prepare_finalize(self._layer(runner.routed_experts, runner))
 
     def layer(self, module: Any) -> MoELayer | None:
-        return RoutedExpertsLayer(module) if isinstance(module, RoutedExperts) else None
+        return self._layer(module) if isinstance(module, RoutedExperts) else None
+
+    def _layer(self, module: RoutedExperts, runner: MoERunner | None = None) -> MoELayer:
+        elastic_ep = self.vllm_config is not None and self.vllm_config.parallel_config.enable_elastic_ep
+        return RoutedExpertsLayer(module, runner, elastic_ep=elastic_ep)
 
     def layers(self, model_runner: Any) -> list[MoELayer]:
         drafter = getattr(model_runner, "drafter", None) or getattr(model_runner, "speculator", None)
         models = [m for m in (model_runner.model, getattr(drafter, "model", None)) if isinstance(m, torch.nn.Module)]
         runners = dict.fromkeys(m for model in models for m in model.modules() if isinstance(m, MoERunner))
-        return [RoutedExpertsLayer(runner.routed_experts, runner) for runner in runners]
+        return [self._layer(runner.routed_experts, runner) for runner in runners]
 
     def make_method(self, layer: MoELayer, forward: ModularForward) -> FusedMoEModularMethod:
         return FusedMoEModularMethod(layer.quant_method, forward)
