@@ -1,6 +1,5 @@
 """What happens between vLLM's layer and a kernel: slices, bounds, and what 0.11 asks of expert load balancing."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,13 +83,13 @@ class Layer(MoELayer):
     def replace_quant_method(self, method: Any) -> None: ...
 
 
-def forward(ranks: Ranks, bound: Callable[[int], int]) -> tuple[ModularForward, Recorder]:
+def forward(ranks: Ranks, bound: int | None) -> tuple[ModularForward, Recorder]:
     from vllm_moe_modular.experts.torch_experts import TorchExperts
 
     recorder = Recorder()
     experts = TorchExperts(activation=Activation(kind=ActivationKind.SILU))
     kernel = ModularKernel(recorder, experts, allocate=Workspace(torch.device("cpu")))
-    return ModularForward(kernel, Layer(ranks), tokens_bound=bound), recorder
+    return ModularForward(kernel, Layer(ranks), tokens_bound=lambda: bound), recorder
 
 
 def tokens(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,24 +101,30 @@ def tokens(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("T", [1, 2, 3, 7], ids="{} tokens".format)
 def test_slices_of_tensor_parallel_ranks_add_up_to_the_whole(T: int) -> None:
     x, weights, ids = tokens(T)
-    whole, _ = forward(Ranks(0, 1, 0, 1, False), lambda n: n)
-    parts = [forward(Ranks(r, 3, r, 3, False), lambda n: n)[0](x, weights, ids) for r in range(3)]
+    whole, _ = forward(Ranks(0, 1, 0, 1, False), None)
+    parts = [forward(Ranks(r, 3, r, 3, False), None)[0](x, weights, ids) for r in range(3)]
     assert torch.allclose(sum(parts), whole(x, weights, ids), atol=1e-5)  # type: ignore[arg-type]
 
 
 def test_a_slice_may_be_empty_and_is_still_dispatched() -> None:
-    last, recorder = forward(Ranks(1, 2, 1, 2, False), lambda n: n)
+    last, recorder = forward(Ranks(1, 2, 1, 2, False), None)
     assert not last(*tokens(1)).any()
     assert recorder.seen == [(0, 1)]
 
 
 def test_a_sliced_output_is_left_for_vllm_to_sum() -> None:
-    assert not forward(Ranks(0, 2, 0, 2, False), lambda n: n)[0].output_is_reduced
-    assert forward(Ranks(0, 2, 0, 1, False), lambda n: n)[0].output_is_reduced
+    assert not forward(Ranks(0, 2, 0, 2, False), None)[0].output_is_reduced
+    assert forward(Ranks(0, 2, 0, 1, False), None)[0].output_is_reduced
+
+
+def test_the_bound_of_slices_is_that_of_the_fullest_data_parallel_rank() -> None:
+    first, recorder = forward(Ranks(0, 4, 0, 2, False), 9)
+    first(*tokens(3))
+    assert recorder.seen == [(2, 5)]
 
 
 def test_the_bound_is_that_of_a_sequence_parallel_slice() -> None:
-    sliced, recorder = forward(Ranks(0, 4, 0, 2, True), lambda _: 9)  # 9 tokens on the fullest data-parallel rank
+    sliced, recorder = forward(Ranks(0, 4, 0, 2, True), 9)  # 9 tokens on the fullest data-parallel rank
     sliced(*tokens(4))
     assert recorder.seen == [(4, 5)]
 

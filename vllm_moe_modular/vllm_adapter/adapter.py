@@ -50,8 +50,8 @@ class Adapter(ABC):
         """This era's `FusedMoEModularMethod`."""
 
     @abstractmethod
-    def tokens_bound(self, num_tokens: int) -> int:
-        """The largest token count of any data-parallel rank in this step, given this rank's."""
+    def tokens_bound(self) -> int | None:
+        """The largest token count of any data-parallel rank in this step; None without data parallelism."""
 
     @abstractmethod
     def expert_parallel_group(self) -> dist.ProcessGroup | None:

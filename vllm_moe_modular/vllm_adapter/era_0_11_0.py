@@ -256,9 +256,9 @@ class Adapter(adapter.Adapter):
     def make_method(self, layer: MoELayer, forward: ModularForward) -> Any:
         return FusedMoEModularMethod(layer.quant_method, forward)
 
-    def tokens_bound(self, num_tokens: int) -> int:
+    def tokens_bound(self) -> int | None:
         metadata = get_forward_context().dp_metadata
-        return num_tokens if metadata is None else int(metadata.max_tokens_across_dp_cpu)
+        return None if metadata is None else int(metadata.max_tokens_across_dp_cpu)
 
     def expert_parallel_group(self) -> torch.distributed.ProcessGroup | None:
         return None if parallel_state._EP is None else parallel_state.get_ep_group().device_group

@@ -300,9 +300,9 @@ class Adapter(adapter.Adapter):
     def make_method(self, layer: MoELayer, forward: ModularForward) -> FusedMoEModularMethod:
         return FusedMoEModularMethod(layer.quant_method, forward)
 
-    def tokens_bound(self, num_tokens: int) -> int:
+    def tokens_bound(self) -> int | None:
         metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
-        return num_tokens if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
+        return None if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
 
     def expert_parallel_group(self) -> torch.distributed.ProcessGroup | None:
         return None if parallel_state._EP is None else parallel_state.get_ep_group().device_group

@@ -55,10 +55,11 @@ class ModularForward:
     the shared experts need too, then puts the slices together.
 
     Args:
-        tokens_bound: from this rank's tokens to the largest count of any data-parallel rank in this step.
+        tokens_bound: the largest token count of any data-parallel rank in this step; None: all ranks hold as many as
+            this one.
     """
 
-    def __init__(self, kernel: ModularKernel, layer: MoELayer, *, tokens_bound: Callable[[int], int]) -> None:
+    def __init__(self, kernel: ModularKernel, layer: MoELayer, *, tokens_bound: Callable[[], int | None]) -> None:
         self.kernel = kernel
         self.layer = layer
         self.tokens_bound = tokens_bound
@@ -79,18 +80,18 @@ class ModularForward:
         *,
         meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        T, ranks = x_TH.shape[0], self._ranks
-        bound = self.tokens_bound(T)
+        T, ranks, bound = x_TH.shape[0], self._ranks, self.tokens_bound()
         if not self.slices:
-            if ranks.tokens_sliced:
+            if bound is None:
+                bound = T
+            elif ranks.tokens_sliced:
                 bound = -(-bound // ranks.tp_size)
-            return self._apply(x_TH, topk_weights_TK, topk_ids_TK, max(bound, T), meanwhile)
+            return self._apply(x_TH, topk_weights_TK, topk_ids_TK, bound, meanwhile)
         size = -(-T // ranks.tp_size)
+        bound = size if bound is None else -(-bound // ranks.tp_size)
         mine = slice(size * ranks.tp_rank, size * (ranks.tp_rank + 1))
         out_TH = torch.zeros_like(x_TH)
-        out_TH[mine] = self._apply(
-            x_TH[mine], topk_weights_TK[mine], topk_ids_TK[mine], -(-bound // ranks.tp_size), meanwhile
-        )
+        out_TH[mine] = self._apply(x_TH[mine], topk_weights_TK[mine], topk_ids_TK[mine], bound, meanwhile)
         return out_TH
 
     def _apply(
