@@ -8,7 +8,7 @@ from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import NoUsablePartError
 from vllm_moe_modular.selection.builtin import builtin_registry
 from vllm_moe_modular.selection.problem import Device, Problem
-from vllm_moe_modular.selection.registry import Part, PartKind
+from vllm_moe_modular.selection.registry import Part, PartKind, Registry
 from vllm_moe_modular.selection.select import select
 
 LAPTOP, H200 = Device(kind="cpu"), Device(kind="cuda", sm=90, peer_access=True)
@@ -18,7 +18,14 @@ TP2_EP = replace(SINGLE, num_local_experts=4, tp_size=2, ep_size=2)
 
 
 def chosen(problem: Problem, device: Device = LAPTOP, **asked_for: str) -> str:
-    return str(select(builtin_registry(), problem, device, **asked_for).choice)
+    return str(select(builtin_registry(), problem, device, missing={}, **asked_for).choice)
+
+
+def batched_part() -> Part:
+    return Part(
+        name="batched", kind=PartKind.PREPARE_FINALIZE, target="m:C", activation_format=ActivationFormat.BATCHED,
+        reduces=frozenset({"finalize"}), preference=1, summary="",
+    )  # fmt: skip
 
 
 def test_own_tokens_on_each_rank_are_sent() -> None:
@@ -92,12 +99,7 @@ def test_a_module_that_another_rank_lacks_rules_the_part_out() -> None:
 
 def test_formats_that_differ_are_not_paired() -> None:
     registry = builtin_registry()
-    registry.add(
-        Part(
-            name="batched", kind=PartKind.PREPARE_FINALIZE, target="m:C", activation_format=ActivationFormat.BATCHED,
-            reduces=frozenset({"finalize"}), preference=1, summary="",
-        )
-    )  # fmt: skip
+    registry.add(batched_part())
     assert select(registry, DP2_EP, LAPTOP, all2all="batched").choice is None
 
 
@@ -111,7 +113,7 @@ def test_formats_that_differ_are_not_paired() -> None:
     ],
 )
 def test_nvlink_needs_one_host_with_peer_access(problem: Problem, device: Device, says: str) -> None:
-    verdicts = select(builtin_registry(), problem, device).verdicts[PartKind.PREPARE_FINALIZE]
+    verdicts = select(builtin_registry(), problem, device, missing={}).verdicts[PartKind.PREPARE_FINALIZE]
     (why,) = next(v.objections for v in verdicts if v.part.name == "nvlink")
     assert says in why
 
@@ -123,17 +125,38 @@ def test_a_name_can_be_registered_once() -> None:
 
 
 def test_explain_is_stable_text() -> None:
-    assert select(builtin_registry(), DP2_EP, LAPTOP).explain().splitlines()[2:] == [
-        "all-to-all (asked for: auto)",
-        "      no  local                    each of the 2 expert-parallel ranks has its own tokens (data parallel "
-        "size 2, sequence parallel False); choose an all-to-all that moves them",
-        "      no  nvlink                   runs on cuda, this device is cpu",
-        "  chosen  torch",
-        "  usable  allgather",
+    names = {"local", "nvlink", "torch"}
+    registry = Registry()
+    registry.add_all(p for kind in PartKind for p in builtin_registry().of(kind) if p.name in names)
+    problem = replace(TP2_EP, activation="situ", quant_scheme="fp8 128x128")
+    assert select(registry, problem, LAPTOP, all2all="torch", missing={}).explain().splitlines() == [
+        "layer   8 experts, 4 on each rank, top 2; hidden 64, intermediate 32, situ; bfloat16, weights fp8 128x128",
+        "served  TP 2, DP 1, EP 2; 1 host; up to 8192 tokens per rank and step",
+        "device  cpu",
+        "all-to-all (asked for: torch)",
+        "   usable  local   no communication: one rank, or tokens that every rank already has",
+        "       no  nvlink  runs on cuda, this device is cpu",
+        "                   every rank already has all tokens, sending them gains nothing; `local` does without",
+        "   usable  torch   every rank already has all tokens, sending them gains nothing; `local` does without",
         "experts (asked for: auto)",
-        "      no  triton                   runs on cuda, this device is cpu",
-        "  chosen  torch",
+        "       no  torch   the weights are quantised (fp8 128x128); serve an unquantised checkpoint",
+        "                   activation situ is not one of silu, gelu, gelu_tanh, swigluoai, swigluoai_uninterleave, "
+        "silu_no_mul, gelu_no_mul, relu2_no_mul; leave the layer to vLLM",
     ]
+
+
+def test_explain_marks_the_chosen_pair_and_what_only_a_name_gets() -> None:
+    told = select(builtin_registry(), TP2_EP, LAPTOP).explain()
+    assert "chosen  local " in told
+    assert "by name  torch " in told
+    assert told.count("chosen") == 2
+
+
+def test_two_parts_that_each_fit_alone_are_told_why_not_together() -> None:
+    registry = builtin_registry()
+    registry.add(batched_part())
+    told = select(registry, DP2_EP, LAPTOP, all2all="batched").explain()
+    assert "       no  batched + torch: batched delivers batched rows, torch takes standard ones" in told.splitlines()
 
 
 def test_selecting_imports_no_torch_and_no_vllm() -> None:

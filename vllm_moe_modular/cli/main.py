@@ -27,6 +27,8 @@ class Subcommand:
 
 SUBCOMMANDS = (
     Subcommand("checkpoint", "vllm_moe_modular.cli.checkpoint", "make a tiny mixture-of-experts checkpoint, offline"),
+    Subcommand("explain", "vllm_moe_modular.cli.explain", "say which parts a model's layers would run on, and why"),
+    Subcommand("doctor", "vllm_moe_modular.cli.doctor", "say what is installed here, what works and what does not"),
     Subcommand("demo", "vllm_moe_modular.cli.demo", "serve a tiny model on two ranks and compare every token"),
 )
 

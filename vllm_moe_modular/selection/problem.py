@@ -17,6 +17,12 @@ class Device:
     sm: int = 0
     peer_access: bool = False
 
+    def __str__(self) -> str:
+        if self.kind != "cuda":
+            return self.kind
+        access = "peer access between the GPUs of a host" if self.peer_access else "no peer access"
+        return f"{self.kind}, compute capability {self.sm // 10}.{self.sm % 10}, {access}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -27,7 +33,8 @@ class Problem:
         num_local_experts: the most that any rank holds.
         intermediate: per expert, on this rank.
         activation: vLLM's name of it.
-        quant_scheme: "none", or the name of vLLM's quantisation method.
+        quant_scheme: "none", or what the weights are quantised with: the name of the method of a live layer, the scheme
+            that a config.json gives ("fp8 128x128").
         weights_missing: why the checkpoint's plain weights cannot be read off the layer; empty: they can.
         tp_size, dp_size, pcp_size, ep_size: ranks of each kind; ep_size 1 without expert parallelism.
         sequence_parallel: each tensor-parallel rank holds its own slice of the tokens.
@@ -58,9 +65,32 @@ class Problem:
     micro_batches: bool = False
     eplb: bool = False
     lora: bool = False
+    elastic_ep: bool = False
     irreplaceable: str = ""
 
     @property
     def tokens_replicated(self) -> bool:
         """Every rank of the expert-parallel group starts with the same tokens."""
         return self.dp_size == 1 and self.pcp_size == 1 and not self.sequence_parallel
+
+    @property
+    def layer(self) -> str:
+        """What the model says of it, for people."""
+        told = [
+            f"{self.num_experts} experts, {self.num_local_experts} on each rank, top {self.top_k}",
+            f"hidden {self.hidden}, intermediate {self.intermediate}, {self.activation}",
+            f"{self.dtype}, weights {'unquantised' if self.quant_scheme == 'none' else self.quant_scheme}",
+        ]
+        told += [name for name, on in (("biases", self.has_bias), ("EPLB", self.eplb), ("LoRA", self.lora)) if on]
+        told += ["router weight on the input"] if self.router_weight_on_input else []
+        return "; ".join(told)
+
+    @property
+    def serving(self) -> str:
+        """How it is served, for people."""
+        sizes = {"TP": self.tp_size, "DP": self.dp_size, "PCP": self.pcp_size, "EP": self.ep_size}
+        told = [", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "PCP")]
+        told += ["sequence parallel"] if self.sequence_parallel else []
+        told += [f"{self.hosts} host{'s'[: self.hosts > 1]}", f"up to {self.capacity_tokens} tokens per rank and step"]
+        graph, ubatch = ("CUDA graphs", self.cuda_graph), ("micro-batches", self.micro_batches)
+        return "; ".join([*told, *(name for name, on in (graph, ubatch) if on)])

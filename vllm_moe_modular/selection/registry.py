@@ -13,6 +13,8 @@ from vllm_moe_modular.selection.problem import Device, Problem
 Check = Callable[[Problem, Device], str | None]
 """None = fine; else one sentence with the value, the limit and the remedy. A check that raises is a bug."""
 
+THIS_DISTRIBUTION = "vllm-moe-modular"
+
 
 class PartKind(Enum):
     PREPARE_FINALIZE = "all-to-all"
@@ -33,6 +35,7 @@ class Part:
         declines: reasons why `auto` leaves it out although it could run; who names the part gets it.
         requires: top-level modules that must be importable.
         raw_weights: needs the weights as the checkpoint stores them.
+        provided_by: the installed distribution that it came with.
     """
 
     name: str
@@ -46,6 +49,12 @@ class Part:
     declines: tuple[Check, ...] = ()
     requires: tuple[str, ...] = ()
     raw_weights: bool = False
+    provided_by: str = THIS_DISTRIBUTION
+
+    @property
+    def label(self) -> str:
+        """The name, and whose it is where it is not ours."""
+        return self.name if self.provided_by == THIS_DISTRIBUTION else f"{self.name} (from {self.provided_by})"
 
     def objections(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """All of them: who mends one should not discover the next by running again."""
@@ -65,10 +74,34 @@ class Part:
         return getattr(import_module(module), name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenPart:
+    """A part that a third party announced and that could not be registered.
+
+    Attributes:
+        name: of its entry point, which is what users type.
+        provided_by: the distribution that announced it.
+        why: what went wrong and whom to tell.
+    """
+
+    kind: PartKind
+    name: str
+    provided_by: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.name!r} of {self.provided_by} cannot be used: {self.why}"
+
+
 @dataclass(slots=True)
 class Registry:
-    """All parts, ours and third parties'."""
+    """All parts, ours and third parties'.
 
+    Attributes:
+        broken: what third parties announced and could not be registered.
+    """
+
+    broken: list[BrokenPart] = field(default_factory=list)
     _parts: dict[tuple[PartKind, str], Part] = field(default_factory=dict)
 
     def add(self, part: Part) -> None:
@@ -88,6 +121,10 @@ class Registry:
     def add_all(self, parts: Iterable[Part]) -> None:
         for part in parts:
             self.add(part)
+
+    def broken_named(self, kind: PartKind, name: str) -> list[BrokenPart]:
+        """Those that a user means by `name`."""
+        return [b for b in self.broken if (b.kind, b.name) == (kind, name)]
 
     def of(self, kind: PartKind) -> Iterator[Part]:
         """The parts of one kind, best first."""

@@ -61,17 +61,33 @@ class Selection:
         return "; ".join(seen) or "no all-to-all and experts of the same format fit"
 
     def explain(self) -> str:
-        """The whole table."""
-        lines = [str(self.problem), str(self.device)]
+        """The whole table: the question, then every candidate with each of its reasons on a line of its own."""
+        lines = [f"layer   {self.problem.layer}", f"served  {self.problem.serving}", f"device  {self.device}"]
+        width = max(len(v.part.label) for verdicts in self.verdicts.values() for v in verdicts)
         for kind, verdicts in self.verdicts.items():
             lines.append(f"{kind.value} (asked for: {self.asked_for[kind]})")
-            chosen = None
-            if self.choice is not None:
-                chosen = self.choice.all2all if kind is PartKind.PREPARE_FINALIZE else self.choice.experts
             for v in verdicts:
-                mark = "chosen" if v.part is chosen else "usable" if v.usable(self.asked_for[kind]) else "no"
-                lines.append(f"  {mark:>6}  {v.part.name:<24} {v.reasons}".rstrip())
+                told = (*v.objections, *v.reservations) or (v.part.summary,)
+                first = f"  {self.mark(v):>7}  {v.part.label:<{width}}  {told[0]}"
+                lines += [first.rstrip(), *(f"{'':{13 + width}}{more}" for more in told[1:])]
+        if self.choice is None and (pairs := self._pairs_that_do_not_fit()):
+            lines += ["pairs", *(f"       no  {pair}" for pair in pairs)]
         return "\n".join(lines)
+
+    def mark(self, verdict: Verdict) -> str:
+        """One of: chosen; usable; by name, where only `auto` leaves it out; no."""
+        if self.choice is not None and verdict.part in (self.choice.all2all, self.choice.experts):
+            return "chosen"
+        if verdict.objections:
+            return "no"
+        return "usable" if verdict.usable(self.asked_for[verdict.part.kind]) else "by name"
+
+    def _pairs_that_do_not_fit(self) -> list[str]:
+        """Why those that could run each by itself cannot run together."""
+        all2alls, experts = (
+            [v.part for v in self.verdicts[kind] if _asked(v, self.asked_for[kind])] for kind in self.asked_for
+        )
+        return [f"{a.label} + {e.label}: {pair_objection(a, e)}" for a in all2alls for e in experts]
 
     def require(self) -> Choice:
         """The choice.
@@ -100,11 +116,14 @@ def select(
         missing: by a part's target, the modules that are not installed, and where; default: those of this process.
 
     Raises:
-        NoUsablePartError: a name that no part has; the message lists the known ones.
+        NoUsablePartError: a name that no part has, the message lists the known ones; or that of a third party's part
+            which is broken, the message says how.
     """
     asked_for = {PartKind.PREPARE_FINALIZE: all2all, PartKind.EXPERTS: experts}
     verdicts = {}
     for kind, name in asked_for.items():
+        if broken := registry.broken_named(kind, name):
+            raise NoUsablePartError("; ".join(map(str, broken)))
         known = [p.name for p in registry.of(kind)]
         if name not in (AUTO, *known):
             raise NoUsablePartError(f"{kind.value} {name!r} is not known; known: {AUTO}, {', '.join(known)}")
@@ -121,7 +140,20 @@ def select(
 
 def fits(all2all: Part, experts: Part) -> bool:
     """Whether the two can be composed: same format, and one place for the top-k weight and reduce."""
-    return all2all.activation_format is experts.activation_format and all2all.reduces <= experts.reduces
+    return pair_objection(all2all, experts) is None
+
+
+def pair_objection(all2all: Part, experts: Part) -> str | None:
+    """Why the two cannot be composed; None: they can."""
+    if all2all.activation_format is not experts.activation_format:
+        return (
+            f"{all2all.name} delivers {all2all.activation_format.value} rows, "
+            f"{experts.name} takes {experts.activation_format.value} ones"
+        )
+    if not all2all.reduces <= experts.reduces:
+        where = " and ".join(sorted(all2all.reduces))
+        return f"{all2all.name} leaves the top-k weight and reduce to {where}, {experts.name} does not"
+    return None
 
 
 def _asked(verdict: Verdict, name: str) -> bool:

@@ -13,10 +13,10 @@ from vllm_moe_modular.modular.kernel import ModularKernel
 from vllm_moe_modular.modular.prepare_finalize import PrepareAndFinalize
 from vllm_moe_modular.modular.rank_group import RankGroup
 from vllm_moe_modular.modular.workspace import Workspace
-from vllm_moe_modular.selection.builtin import builtin_registry
 from vllm_moe_modular.selection.problem import Device, Problem
-from vllm_moe_modular.selection.registry import PartKind, Registry
+from vllm_moe_modular.selection.registry import BrokenPart, PartKind, Registry
 from vllm_moe_modular.selection.select import AUTO, Choice, Selection, select
+from vllm_moe_modular.selection.third_party import full_registry
 from vllm_moe_modular.settings import Settings
 from vllm_moe_modular.vllm_adapter.report import Report
 
@@ -49,7 +49,7 @@ class Runtime:
 
     settings: Settings
     device: Device = field(default_factory=lambda: this_device())
-    registry: Registry = field(default_factory=builtin_registry)
+    registry: Registry = field(default_factory=lambda: full_registry(import_targets=True))
     hosts: int = 1  # that the expert-parallel ranks are spread over
     missing: dict[str, list[str]] | None = None  # by part target: modules that some rank lacks, once ranks were asked
     group: RankGroup | None = None
@@ -58,6 +58,10 @@ class Runtime:
     visits: dict[str, int] = field(default_factory=dict)  # layer name -> times agreed on
     _parts: dict[Any, Any] = field(default_factory=dict)
     _workspace: Workspace | None = None
+    _broken_to_tell: list[BrokenPart] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._broken_to_tell = list(self.registry.broken)
 
     def missing_modules(self) -> dict[str, tuple[str, ...]]:
         """By part target, the modules that this process lacks."""
@@ -124,9 +128,13 @@ class Runtime:
         return self.group
 
     def summarise(self) -> None:
-        """One INFO line per distinct outcome, on the first rank, once."""
+        """One INFO line per distinct outcome, and one of warning per broken part, on the first rank, once."""
         if self.group is not None and self.group.rank != 0:
             self.outcomes.clear()
+            self._broken_to_tell = []
+        for broken in self._broken_to_tell:
+            logger.warning("moe_modular: %s", broken)
+        self._broken_to_tell = []
         for outcome, names in self.outcomes.items():
             first, last = names[0], names[-1]
             which = first if len(names) == 1 else f"{first} to {last}"

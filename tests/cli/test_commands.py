@@ -1,0 +1,48 @@
+"""Every command of the table has help, and is run once: one that nobody runs may not work for months."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from vllm_moe_modular.cli.main import SUBCOMMANDS, main
+
+CONFIG = Path(__file__).parents[1] / "selection" / "configs" / "qwen3_30b_a3b.json"
+
+RUNS: dict[str, Callable[[Path], list[str]]] = {
+    "checkpoint": lambda folder: ["qwen3_moe", str(folder / "tiny")],
+    "explain": lambda folder: [str(CONFIG), "--dp", "2", "--gpu", "cpu"],  # noqa: ARG005
+    "doctor": lambda folder: [],  # noqa: ARG005
+    "demo": lambda folder: ["--keep", str(folder / "demo")],
+}
+"""By command, the arguments of its run, given an empty folder."""
+
+MARKS = {
+    "checkpoint": [pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers in this environment")],
+    # Its own test serves in every run; here it is the same server again.
+    "demo": [pytest.mark.serve, pytest.mark.full],
+}
+NAMES = [subcommand.name for subcommand in SUBCOMMANDS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    assert exit_.value.code == 0
+    assert f"vllm-moe-modular {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in NAMES])
+def test_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert name in RUNS, f"{name} is a command that no test runs; add a run of it to RUNS"
+    status = main([name, *RUNS[name](tmp_path)])
+    printed = capsys.readouterr()
+    assert status == 0 or (name == "doctor" and status == 1 and "problems" in printed.out), printed.err
+    assert printed.out.strip()
+    assert not printed.err
+
+
+def test_no_run_is_of_a_command_that_is_gone() -> None:
+    assert set(RUNS) <= set(NAMES)

@@ -1,0 +1,157 @@
+"""`vllm-moe-modular explain` on public models."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_moe_modular.cli.main import main
+from vllm_moe_modular.selection.builtin import builtin_registry
+from vllm_moe_modular.selection.registry import BrokenPart, PartKind
+
+CONFIGS = Path(__file__).parents[1] / "selection" / "configs"
+QWEN = CONFIGS / "qwen3_30b_a3b.json"
+Captured = pytest.CaptureFixture[str]
+
+
+def explain(capsys: Captured, *arguments: object) -> tuple[int, str]:
+    status = main(["explain", *map(str, arguments)])
+    return status, capsys.readouterr().out
+
+
+def as_json(capsys: Captured, *arguments: object) -> dict[str, Any]:
+    return json.loads(explain(capsys, *arguments, "--json")[1])
+
+
+def test_says_what_runs_and_each_reason_on_a_line_of_its_own(capsys: Captured) -> None:
+    status, printed = explain(capsys, QWEN, "--dp", 2, "--gpu", "cpu")
+    assert status == 0
+    lines = printed.splitlines()
+    assert lines[0] == f"{QWEN}: qwen3_moe, 48 MoE layers, 1 shape"
+    assert "48 MoE layers (0-47): run on torch + torch" in lines
+    assert "layer   128 experts, 64 on each rank, top 8; hidden 2048, intermediate 768, silu; bfloat16" in printed
+    assert any(line.split()[:2] == ["chosen", "torch"] for line in lines)
+    assert any(line.split()[:2] == ["no", "nvlink"] and "this device is cpu" in line for line in lines)
+
+
+def test_a_folder_is_as_good_as_its_config(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "config.json").write_text(QWEN.read_text())
+    _, printed = explain(capsys, tmp_path, "--dp", 2, "--gpu", "cpu")
+    assert "run on torch + torch" in printed
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("gpu", ["h200", "a100", "cpu"])
+def test_public_models_get_an_answer_in_which_nothing_is_left_unsaid(config: Path, gpu: str, capsys: Captured) -> None:
+    answer = as_json(capsys, config, "--dp", 8, "--gpu", gpu)
+    for shape in answer["shapes"]:
+        for candidates in shape["candidates"].values():
+            for candidate in candidates:
+                said = candidate["objections"] or candidate["reservations"]
+                assert said or candidate["verdict"] in ("chosen", "usable"), candidate
+        found = [c["verdict"] for candidates in shape["candidates"].values() for c in candidates]
+        assert found.count("chosen") == (0 if shape["choice"] is None else 2)
+
+
+def test_all_reasons_of_a_candidate_are_printed_and_nothing_fitting_is_status_1(capsys: Captured) -> None:
+    status, printed = explain(capsys, CONFIGS / "deepseek_v3.json", "--dp", 8, "--gpu", "h200", "--experts", "torch")
+    assert status == 1
+    assert "58 MoE layers (3-60): start-up stops: experts torch cannot run them" in printed
+    assert "no  torch      the weights are quantised (fp8 128x128); serve an unquantised checkpoint\n" in printed
+    assert "cannot be captured in a CUDA graph (the host loops over the experts that have rows); pass --enf" in printed
+
+
+def test_a_layer_that_auto_leaves_to_vllm_is_status_1(capsys: Captured) -> None:
+    status, printed = explain(capsys, QWEN, "--gpu", "cpu")
+    assert status == 1
+    assert "left to vLLM" in printed
+    assert "vLLM's own CPU kernel is faster" in printed
+
+
+def test_named_parts_are_taken(capsys: Captured) -> None:
+    arguments = ("--dp", 2, "--gpu", "h200", "--experts", "torch", "--enforce-eager")
+    assert as_json(capsys, QWEN, *arguments)["shapes"][0]["choice"] == {"all2all": "nvlink", "experts": "torch"}
+    named = as_json(capsys, QWEN, *arguments, "--all2all", "allgather")["shapes"][0]
+    assert named["choice"] == {"all2all": "allgather", "experts": "torch"}
+    assert named["asked_for"] == {"all2all": "allgather", "experts": "torch"}
+
+
+def test_tensor_parallelism_alone_says_that_an_all_to_all_gains_nothing(capsys: Captured) -> None:
+    _, printed = explain(capsys, QWEN, "--tp", 2, "--gpu", "cpu", "--all2all", "allgather")
+    assert "chosen  allgather  every rank already has all tokens, sending them gains nothing" in printed
+
+
+@pytest.mark.parametrize(("more", "hosts"), [((), 4), (("--hosts", 2), 2)])
+def test_hosts_are_counted_at_eight_gpus_each(more: tuple[object, ...], hosts: int, capsys: Captured) -> None:
+    arguments = ("--tp", 4, "--dp", 8, "--gpu", "h100", *more)
+    assert as_json(capsys, QWEN, *arguments)["shapes"][0]["problem"]["hosts"] == hosts
+
+
+def test_options_reach_the_problem(capsys: Captured) -> None:
+    arguments = ("--dp", 4, "--no-ep", "--gpu", "h100", "--dtype", "float16", "--max-num-batched-tokens", 512)
+    problem = as_json(capsys, QWEN, *arguments)["shapes"][0]["problem"]
+    expected = {"ep_size": 1, "dp_size": 4, "intermediate": 192, "dtype": "float16", "capacity_tokens": 512}
+    assert expected.items() <= problem.items()
+    assert problem["cuda_graph"] is True
+    assert "pass --enable-expert-parallel" in explain(capsys, QWEN, *arguments)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("nowhere", "--gpu", "cpu"), "nowhere does not exist"),
+        ((CONFIGS, "--gpu", "cpu"), "config.json does not exist"),
+        ((__file__, "--gpu", "cpu"), "is not JSON"),
+        ((QWEN, "--gpu", "v100"), "--gpu v100 is not known; known: h200, h100, a100, b200, cpu"),
+        ((QWEN, "--gpu", "cpu", "--dtype", "fp8"), "--dtype fp8 is not known"),
+        ((QWEN, "--gpu", "cpu", "--tp", "0"), "--tp is 0; it must be at least 1"),
+        ((QWEN, "--gpu", "cpu", "--redundant-experts", "-1"), "--redundant-experts is -1"),
+        ((QWEN, "--gpu", "h100", "--dp", "2", "--hosts", "3"), "--hosts is 3, and there are 2 ranks"),
+        ((QWEN, "--gpu", "cpu", "--all2all", "ring"), "all-to-all 'ring' is not known; known: auto, local"),
+        ((CONFIGS / "deepseek_v3.json", "--gpu", "h100", "--tp", "32", "--no-ep"), "enable expert parallel"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_one_line_and_status_2(arguments: tuple[object, ...], says: str, capsys: Captured) -> None:
+    assert main(["explain", *map(str, arguments)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert says in printed.err
+
+
+def test_a_broken_part_of_a_third_party_is_named_and_stops_nothing(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = builtin_registry()
+    broken = BrokenPart(kind=PartKind.EXPERTS, name="theirs", provided_by="their-package", why="no licence")
+    registry.broken.append(broken)
+    monkeypatch.setattr("vllm_moe_modular.cli.explain.full_registry", lambda: registry)
+    status, printed = explain(capsys, QWEN, "--dp", 2, "--gpu", "cpu")
+    assert status == 0
+    assert printed.endswith("\n\nexperts 'theirs' of their-package cannot be used: no licence\n")
+    assert as_json(capsys, QWEN, "--dp", 2, "--gpu", "cpu")["broken_parts"][0]["why"] == "no licence"
+    assert main(["explain", str(QWEN), "--dp", "2", "--gpu", "cpu", "--experts", "theirs"]) == 2
+    assert "no licence" in capsys.readouterr().err
+
+
+def test_a_config_that_is_no_object(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    assert main(["explain", str(tmp_path), "--gpu", "cpu"]) == 2
+    assert "holds a JSON list; a config.json holds an object" in capsys.readouterr().err
+
+
+def test_needs_neither_torch_nor_vllm_nor_transformers() -> None:
+    code = f"""
+import sys
+for name in ("torch", "vllm", "transformers", "triton"):
+    sys.modules[name] = None  # an import of it fails
+from vllm_moe_modular.cli.main import main
+sys.exit(main(["explain", {str(QWEN)!r}, "--dp", "8", "--gpu", "h200", "--all2all", "nvlink", "--experts", "triton"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "run on nvlink + triton (needs triton there)" in done.stdout
