@@ -14,8 +14,8 @@ import torch
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.prepare_finalize import Dispatched, PrepareAndFinalize, StandardRows
+from vllm_moe_modular.modular.traffic import Traffic
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
-from vllm_moe_modular.prepare_finalize.traffic import Traffic
 from vllm_moe_modular.selection.checks import no_cuda_graph
 from vllm_moe_modular.selection.problem import Device, Problem
 from vllm_moe_modular.selection.registry import Part, PartKind

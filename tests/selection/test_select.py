@@ -92,7 +92,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_a_module_that_another_rank_lacks_rules_the_part_out() -> None:
     registry = builtin_registry()
     torch_part = next(p for p in registry.of(PartKind.PREPARE_FINALIZE) if p.name == "torch")
-    selection = select(registry, DP2_EP, LAPTOP, missing={torch_part.target: ["deep_ep on ranks [1]"]})
+    selection = select(registry, DP2_EP, LAPTOP, missing={torch_part.target: ["module deep_ep on ranks [1]"]})
     assert str(selection.choice) == "allgather + torch"
     assert "module deep_ep on ranks [1] is not installed" in selection.explain()
 

@@ -44,5 +44,9 @@ def test_a_field_that_one_rank_lacks_is_a_difference() -> None:
 
 
 def test_a_library_that_one_rank_lacks_is_named_with_the_rank() -> None:
-    said = _missing_anywhere([{}, {"m:DeepEP": ["deep_ep"]}, {"m:DeepEP": ["deep_ep", "nvshmem"]}])
-    assert said == {"m:DeepEP": ["deep_ep on ranks [1, 2]", "nvshmem on ranks [2]"]}
+    both = {"m:Torch": [], "m:DeepEP": []}
+    said = _missing_anywhere([both, {**both, "m:DeepEP": ["module deep_ep"]}, {"m:Torch": []}])
+    assert said == {
+        "m:Torch": [],
+        "m:DeepEP": ["module deep_ep on ranks [1]", "the package of this part on ranks [2]"],
+    }

@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
+from vllm_moe_modular.modular.traffic import Traffic
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 
 TicketT = TypeVar("TicketT")
@@ -81,6 +82,9 @@ class PrepareAndFinalize(ABC, Generic[TicketT]):
 
     output_is_reduced: ClassVar[bool] = True
     """Whether the output holds the experts of all ranks; False: somebody still has to add it up over the ranks."""
+
+    traffic: Traffic | None = None
+    """What was moved so far, where the host knows without asking the device; None: not counted."""
 
     supports_async: ClassVar[bool] = False
     """Whether finalize_async returns before the rows are back, so that other work can run meanwhile."""

@@ -9,9 +9,9 @@ from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import Dispatched, PrepareAndFinalize, StandardRows
+from vllm_moe_modular.modular.traffic import Traffic
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.prepare_finalize.routing import check_ranks, check_step, expert_table, known_ids, local_ids_on
-from vllm_moe_modular.prepare_finalize.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class LocalPrepareAndFinalize(PrepareAndFinalize[LocalTicket]):
 
     activation_format: ClassVar[ActivationFormat] = ActivationFormat.STANDARD
     weight_and_reduce_by: ClassVar[WeightAndReduceBy] = WeightAndReduceBy.EXPERTS
+    traffic: Traffic
     output_is_reduced: ClassVar[bool] = False
 
     def __init__(self, *, placement: ExpertPlacement, rank: int, device: torch.device) -> None:

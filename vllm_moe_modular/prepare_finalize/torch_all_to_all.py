@@ -16,6 +16,7 @@ from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import Dispatched, PrepareAndFinalize, StandardRows
 from vllm_moe_modular.modular.rank_group import RankGroup, Wait
+from vllm_moe_modular.modular.traffic import Traffic
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.prepare_finalize.routing import (
     accumulation_dtype,
@@ -26,7 +27,6 @@ from vllm_moe_modular.prepare_finalize.routing import (
     pack_routing,
     unpack_routing,
 )
-from vllm_moe_modular.prepare_finalize.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class TorchPrepareAndFinalize(PrepareAndFinalize[TorchTicket]):
 
     activation_format: ClassVar[ActivationFormat] = ActivationFormat.STANDARD
     weight_and_reduce_by: ClassVar[WeightAndReduceBy] = WeightAndReduceBy.EXPERTS
+    traffic: Traffic
     supports_async: ClassVar[bool] = True
 
     def __init__(self, *, group: RankGroup, placement: ExpertPlacement, device: torch.device) -> None:

@@ -41,8 +41,7 @@ def tokens_everywhere(problem: Problem, device: Device) -> str | None:  # noqa: 
             "pass --enable-expert-parallel"
         )
     return (
-        f"each of the {problem.ep_size} expert-parallel ranks has its own tokens (data parallel size "
-        f"{problem.dp_size}, sequence parallel {problem.sequence_parallel}); choose an all-to-all that moves them"
+        f"each of the {problem.ep_size} expert-parallel ranks has its own tokens; choose an all-to-all that moves them"
     )
 
 

@@ -113,7 +113,8 @@ def select(
 
     Args:
         all2all, experts: a part's name, which is then used or nothing is, or "auto".
-        missing: by a part's target, the modules that are not installed, and where; default: those of this process.
+        missing: by a part's target, what of it is not installed, and where; default: the modules that this process
+            lacks.
 
     Raises:
         NoUsablePartError: a name that no part has, the message lists the known ones; or that of a third party's part
@@ -161,6 +162,6 @@ def _asked(verdict: Verdict, name: str) -> bool:
 
 
 def _judge(part: Part, problem: Problem, device: Device, missing: Mapping[str, Iterable[str]] | None) -> Verdict:
-    absent = part.missing_modules() if missing is None else tuple(missing.get(part.target, ()))
-    not_there = tuple(f"module {m} is not installed; install it" for m in absent)
+    absent = [f"module {m}" for m in part.missing_modules()] if missing is None else missing.get(part.target, ())
+    not_there = tuple(f"{what} is not installed; install it" for what in absent)
     return Verdict(part, not_there + part.objections(problem, device), part.reservations(problem, device))

@@ -107,7 +107,7 @@ def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None, *, load
         topic=f"settings/{ranks}/{load}",
         rank=dist.get_rank(group),
         size=dist.get_world_size(group),
-        record={"here": here, "host": gethostname(), "missing": runtime.missing_modules()},
+        record={"here": here, "host": gethostname(), "missing": runtime.missing_of_parts()},
         timeout_s=runtime.settings.timeout_s,
     )
     require_equal([r["here"] for r in records], what="their settings")
@@ -149,15 +149,14 @@ def agree_on_layer(layer: MoELayer, plan: Plan, runtime: Runtime) -> ExpertPlace
 
 
 def _missing_anywhere(by_rank: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """By part target: each module that some rank lacks, with those ranks."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, missing in enumerate(by_rank):
-        for target, modules in missing.items():
-            for module in modules:
-                ranks.setdefault((target, module), []).append(rank)
+    """By part target: what some rank lacks of it, with those ranks; the part itself where a rank does not know it."""
     told: dict[str, list[str]] = {}
-    for (target, module), lacking in ranks.items():
-        told.setdefault(target, []).append(f"{module} on ranks {lacking}")
+    for target in sorted({target for parts in by_rank for target in parts}):
+        lacking: dict[str, list[int]] = {}
+        for rank, parts in enumerate(by_rank):
+            for what in parts.get(target, ["the package of this part"]):
+                lacking.setdefault(what, []).append(rank)
+        told[target] = [f"{what} on ranks {ranks}" for what, ranks in lacking.items()]
     return told
 
 

@@ -50,7 +50,7 @@ class Report:
 
     def _write(self) -> None:
         """Whole or not at all, and only where something changed."""
-        traffic = [a.traffic for a in list(self._all2alls)]
+        traffic = [a.traffic for a in list(self._all2alls) if a.traffic is not None]
         record = {
             "rank": self._rank,
             "layers": list(self._layers),

@@ -63,10 +63,10 @@ class Runtime:
     def __post_init__(self) -> None:
         self._broken_to_tell = list(self.registry.broken)
 
-    def missing_modules(self) -> dict[str, tuple[str, ...]]:
-        """By part target, the modules that this process lacks."""
+    def missing_of_parts(self) -> dict[str, list[str]]:
+        """By target, for every part that is known to this process: what it lacks of it."""
         parts = [p for kind in PartKind for p in self.registry.of(kind)]
-        return {p.target: absent for p in parts if (absent := p.missing_modules())}
+        return {p.target: [f"module {m}" for m in p.missing_modules()] for p in parts}
 
     def plan(self, name: str, problem: Problem) -> Plan:
         """Choose the parts of a layer.
