@@ -47,8 +47,11 @@ def test_a_misspelt_variable_names_the_close_one_and_lists_all() -> None:
         ("VLLM_MOE_MODULAR_STRICT", "2", "0 or 1"),
         ("VLLM_MOE_MODULAR_LOW_LATENCY_TOKENS", "1025", "from 1 to 1024"),
         ("VLLM_MOE_MODULAR_LOW_LATENCY_TOKENS", "0", "from 1 to 1024"),
-        ("VLLM_MOE_MODULAR_TIMEOUT_S", "0", "above 0"),
-        ("VLLM_MOE_MODULAR_TIMEOUT_S", "nan", "above 0"),
+        ("VLLM_MOE_MODULAR_TIMEOUT_S", "0", "from 0.001 to 604800"),
+        ("VLLM_MOE_MODULAR_TIMEOUT_S", "1e10", "from 0.001 to 604800"),
+        ("VLLM_MOE_MODULAR_TIMEOUT_S", "1" + 400 * "0", "from 0.001 to 604800"),
+        ("VLLM_MOE_MODULAR_LOW_LATENCY_TOKENS", 5000 * "1", "from 1 to 1024"),
+        ("VLLM_MOE_MODULAR_TIMEOUT_S", "nan", "from 0.001"),
         ("VLLM_MOE_MODULAR_ALL2ALL", "", "name of a part"),
     ],
 )
@@ -59,12 +62,14 @@ def test_a_bad_value_says_what_the_variable_takes(name: str, value: str, takes: 
 
 def test_additional_config_wins_over_the_environment() -> None:
     settings = from_environment({"VLLM_MOE_MODULAR_ALL2ALL": "torch"})
-    assert with_overrides(settings, {"all2all": "allgather", "skip_layers": ["a", "b"]}) == Settings(
-        all2all="allgather", skip_layers=("a", "b")
+    assert with_overrides(settings, {"all2all": "allgather", "skip_layers": ["a", "b,c"]}) == Settings(
+        all2all="allgather", skip_layers=("a", "b", "c")
     )
 
 
-@pytest.mark.parametrize("config", [{"al2all": "torch"}, {"strict": "maybe"}, ["all2all"]])
+@pytest.mark.parametrize(
+    "config", [{"al2all": "torch"}, {"strict": "maybe"}, ["all2all"], {"timeout_s": True}, {"timeout_s": 10**400}]
+)
 def test_a_bad_additional_config_is_an_error(config: object) -> None:
     with pytest.raises(SettingsError, match="additional-config"):
         with_overrides(Settings(), config)  # type: ignore[arg-type]

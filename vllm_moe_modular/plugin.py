@@ -11,9 +11,7 @@ def register() -> None:
     Raises:
         SettingsError: the plugin is on and a variable of ours has an unknown name or value.
     """
-    given = [name for name in os.environ if name.startswith(settings_module.PREFIX)]
-    if given:
-        _make_known(given)
+    _make_known([v.name for v in settings_module.VARIABLES if v.name in os.environ])
     if os.environ.get(settings_module.PREFIX, "0").lower() in ("0", "false", ""):
         return
     settings = settings_module.from_environment(os.environ)
@@ -27,8 +25,10 @@ def _make_known(names: list[str]) -> None:
     """Tell vLLM that these variables are ours.
 
     It then neither warns of them nor stops under --fail-on-environ-validation, and hashes them: that gives compile
-    caches made with the plugin another identity than those made without.
+    caches made with the plugin another identity than those made without. A name that is not ours stays unknown to it.
     """
+    if not names:
+        return
     from vllm import envs
 
     variables = getattr(envs, "environment_variables", None)

@@ -15,6 +15,7 @@ from vllm_moe_modular.version import __version__
 
 PREFIX = "VLLM_MOE_MODULAR"
 ADDITIONAL_CONFIG_KEY = "moe_modular"
+MAX_TIMEOUT_S = 7 * 24 * 3600.0  # longer ones overflow somewhere below
 MAX_LOW_LATENCY_TOKENS = 1024  # DeepEP's low-latency completion counters start at 1024
 
 
@@ -62,18 +63,23 @@ def _name(value: Any) -> str:
 
 
 def _low_latency_tokens(value: Any) -> int:
-    if not str(value).isdecimal() or not 1 <= int(value) <= MAX_LOW_LATENCY_TOKENS:
+    if (
+        isinstance(value, bool)
+        or not str(value).isdecimal()
+        or len(str(value)) > 4
+        or not 1 <= int(value) <= MAX_LOW_LATENCY_TOKENS
+    ):
         raise ValueError(f"takes a whole number from 1 to {MAX_LOW_LATENCY_TOKENS}")
     return int(value)
 
 
 def _seconds(value: Any) -> float:
     try:
-        seconds = float(value)
-    except (TypeError, ValueError):
+        seconds = 0.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError("takes a number of seconds above 0")
+    if not 0.001 <= seconds <= MAX_TIMEOUT_S:
+        raise ValueError(f"takes a number of seconds from 0.001 to {MAX_TIMEOUT_S:.0f}")
     return seconds
 
 
@@ -84,10 +90,10 @@ def _folder(value: Any) -> str | None:
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(p, str) for p in parts):
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list | tuple) or not all(isinstance(p, str) for p in given):
         raise ValueError("takes layer-name patterns, separated by commas")
-    return tuple(p.strip() for p in parts if p.strip())
+    return tuple(p.strip() for part in given for p in part.split(",") if p.strip())
 
 
 VARIABLES = (

@@ -137,7 +137,7 @@ def test_every_misspelt_or_bad_variable_is_a_problem(monkeypatch: Patch) -> None
     )
     first, second = sorted(found["variables"].problems)
     assert "VLLM_MOE_MODULAR_ALLTOALL is not known; did you mean VLLM_MOE_MODULAR_ALL2ALL?" in first
-    assert "takes a number of seconds above 0" in second
+    assert "takes a number of seconds from 0.001" in second
     assert found["variables"].data["VLLM_MOE_MODULAR_TIMEOUT_S"]["value"] == "0"
     assert found["parts"].problems == ["VLLM_MOE_MODULAR_ALL2ALL=ring names no all-to-all; known: auto, theirs"]
 

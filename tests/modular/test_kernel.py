@@ -140,3 +140,21 @@ def test_ids_are_cast_to_what_a_part_declares() -> None:
 
     run(kernel_of(Int32Only(TorchTopKWeightAndReduce())))
     assert Int32Only.seen == torch.int32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_weights_of_another_dtype_than_float32_reach_the_parts_as_float32(dtype: torch.dtype) -> None:
+    """A router may give its weights in the model's dtype; a part may send their bits."""
+    batch, weights = make_batch(CASE, 0, torch.float32), make_weights(CASE, torch.float32)
+    placement = ExpertPlacement.linear(CASE.G, 1)
+    seen: list[torch.dtype] = []
+
+    class Noting(LocalPrepareAndFinalize):
+        def prepare(self, x_TH, topk_ids_TK, topk_weights_TK, **more):  # type: ignore[no-untyped-def]
+            seen.append(topk_weights_TK.dtype)
+            return super().prepare(x_TH, topk_ids_TK, topk_weights_TK, **more)
+
+    all2all = Noting(placement=placement, rank=0, device=CPU)
+    kernel = ModularKernel(all2all, TorchExperts(activation=SILU), allocate=Workspace(CPU))
+    kernel.apply(batch.x, batch.topk_ids, batch.topk_weights.to(dtype), weights, max_tokens_per_rank=len(batch.x))
+    assert seen == [torch.float32]

@@ -1,6 +1,7 @@
 """`vllm-moe-modular checkpoint FAMILY OUT`: a tiny checkpoint for `vllm serve`, made offline in seconds."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from vllm_moe_modular.testing.checkpoints import FAMILIES, make_checkpoint
@@ -34,5 +35,5 @@ def run(options: argparse.Namespace) -> int:
     )
     size_mb = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     print(f"{out}: {options.family}, {size_mb:.1f} MB, float32")
-    print(f"serve it: vllm serve {out} --dtype float32")
+    print(f"serve it: vllm serve {shlex.quote(str(out))} --dtype float32")
     return 0

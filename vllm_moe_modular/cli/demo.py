@@ -64,13 +64,21 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _workspace(keep: Path | None) -> Iterator[Path]:
-    """`keep`, refused if it holds anything, or a folder that is deleted unless the demo fails with an error."""
+    """`keep`, refused if it holds anything, or a folder that is deleted; after an error it stays and is named."""
     if keep is not None:
         if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
             raise MoEModularError(f"--keep {keep} exists and is not an empty folder; name a new one")
         keep.mkdir(parents=True, exist_ok=True)
     folder = keep or Path(tempfile.mkdtemp(prefix="moe-modular-demo-"))
-    yield folder
+    try:
+        yield folder
+    except Exception:
+        print(f"the checkpoint, the log and the reports are in {folder}")
+        raise
+    except KeyboardInterrupt:
+        if keep is None:
+            shutil.rmtree(folder)
+        raise
     if keep is None:
         shutil.rmtree(folder)
 

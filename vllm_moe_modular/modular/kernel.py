@@ -76,7 +76,7 @@ class ModularKernel:
         Args:
             x_TH: [T, H]; never written to.
             topk_ids_TK: [T, K], int32 or int64, global ids; -1 = no expert.
-            topk_weights_TK: [T, K], float32.
+            topk_weights_TK: [T, K], any float dtype; parts get float32.
             weights: of this rank's experts.
             max_tokens_per_rank: the largest T of any rank in this step, the same on every rank.
             router_weight_on_input: the weights multiply the experts' input rather than their output.
@@ -94,7 +94,7 @@ class ModularKernel:
         dispatched = self.prepare_finalize.prepare(
             x_TH,
             topk_ids_TK.to(self.prepare_finalize.topk_indices_dtype or topk_ids_TK.dtype),
-            topk_weights_TK,
+            topk_weights_TK.to(torch.float32),
             max_tokens_per_rank=max_tokens_per_rank,
             router_weight_on_input=router_weight_on_input,
         )
@@ -108,7 +108,9 @@ class ModularKernel:
         )
         out_TH = torch.empty_like(x_TH)
         wait = self.prepare_finalize.finalize_async(y, dispatched.ticket, out_TH=out_TH)
-        if meanwhile is not None:
-            meanwhile()
-        wait()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            wait()  # whatever became of it: rows that are on their way must be taken in
         return out_TH

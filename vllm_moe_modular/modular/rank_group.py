@@ -165,6 +165,7 @@ class RankGroup:
         self._seat.phase = phase
         self._seat.step += 1
 
+    @torch.no_grad()  # an error of autograd between two messages would leave the others waiting
     def _point_to_point(self, out: Sequence[torch.Tensor], x: Sequence[torch.Tensor]) -> Wait:
         """Start one message to and one from every peer; no message where there are no rows, which both sides know."""
         step, phase = self._seat.step, self._seat.phase

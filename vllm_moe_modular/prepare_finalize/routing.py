@@ -67,7 +67,7 @@ def known_ids(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 def pack_routing(topk_ids_NK: torch.Tensor, topk_weights_NK: torch.Tensor) -> torch.Tensor:
     """[N, 2K], int32: ids and weights of a row side by side, for one message instead of two."""
-    return torch.cat((topk_ids_NK.int(), topk_weights_NK.view(torch.int32)), dim=1)
+    return torch.cat((topk_ids_NK.int(), topk_weights_NK.to(torch.float32).view(torch.int32)), dim=1)
 
 
 def unpack_routing(packed_N2K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -123,11 +123,7 @@ def select(
     asked_for = {PartKind.PREPARE_FINALIZE: all2all, PartKind.EXPERTS: experts}
     verdicts = {}
     for kind, name in asked_for.items():
-        if broken := registry.broken_named(kind, name):
-            raise NoUsablePartError("; ".join(map(str, broken)))
-        known = [p.name for p in registry.of(kind)]
-        if name not in (AUTO, *known):
-            raise NoUsablePartError(f"{kind.value} {name!r} is not known; known: {AUTO}, {', '.join(known)}")
+        require_known(registry, kind, name)
         verdicts[kind] = tuple(_judge(p, problem, device, missing) for p in registry.of(kind))
     pairs = [
         Choice(a.part, e.part)
@@ -137,6 +133,20 @@ def select(
     ]
     best = min(pairs, key=lambda c: c.all2all.preference + c.experts.preference, default=None)
     return Selection(problem, device, asked_for, verdicts, best)
+
+
+def require_known(registry: Registry, kind: PartKind, name: str) -> None:
+    """Check that `name` is "auto" or that of a part that can be used.
+
+    Raises:
+        NoUsablePartError: no part has it, the message lists the known ones; or a third party's part has it and is
+            broken, the message says how.
+    """
+    if broken := registry.broken_named(kind, name):
+        raise NoUsablePartError("; ".join(map(str, broken)))
+    known = [p.name for p in registry.of(kind)]
+    if name not in (AUTO, *known):
+        raise NoUsablePartError(f"{kind.value} {name!r} is not known; known: {AUTO}, {', '.join(known)}")
 
 
 def fits(all2all: Part, experts: Part) -> bool:

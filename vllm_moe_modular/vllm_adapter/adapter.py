@@ -1,21 +1,24 @@
 """The flow that is the same in every vLLM era: agree, plan, load, commit. An era's file fills in the seams."""
 
+import difflib
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from vllm_moe_modular.errors import NoUsablePartError
+from vllm_moe_modular.errors import NoUsablePartError, SettingsError
 from vllm_moe_modular.settings import ADDITIONAL_CONFIG_KEY, Settings, with_overrides
 from vllm_moe_modular.vllm_adapter.agreement import agree_on_layer, agree_on_settings
 from vllm_moe_modular.vllm_adapter.layer import MoELayer
 from vllm_moe_modular.vllm_adapter.method import ModularForward, maybe_make_fused_moe_modular_method
 from vllm_moe_modular.vllm_adapter.patches import Patch
 from vllm_moe_modular.vllm_adapter.report import Report
-from vllm_moe_modular.vllm_adapter.runtime import Plan, Runtime
+from vllm_moe_modular.vllm_adapter.runtime import Plan, Runtime, logger
 
 _PLAN = "_moe_modular_plan"
 
@@ -24,11 +27,12 @@ class Adapter(ABC):
     """Ties the common code to one era, for one process.
 
     Args:
-        runtime: of this process.
+        settings: of this process's environment.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    def __init__(self, settings: Settings) -> None:
+        self.environment = settings
+        self.runtime = Runtime(settings)  # of the model that is being loaded
         self.vllm_config: Any = None  # of the model that is being loaded
         self._loads = 0
 
@@ -67,11 +71,14 @@ class Adapter(ABC):
         Raises:
             AgreementError: the ranks are not configured alike.
             NoUsablePartError: a named part does not fit, or strict mode and a layer stays with vLLM.
+            SettingsError: the engine's own configuration has a key or a value that is not known.
         """
-        self.runtime.settings = engine_settings(self.runtime.settings, worker.vllm_config.additional_config)
+        self.runtime = Runtime(engine_settings(self.environment, worker.vllm_config.additional_config))
         if not self.runtime.settings.enabled:
             original(worker, *args, **kwargs)
             return
+        self.runtime.require_known_names()
+        require_trace_folder(self.runtime.settings)
         agree_on_settings(self.runtime, self.expert_parallel_group(), load=self._loads)
         self._loads += 1
         self.vllm_config = worker.vllm_config
@@ -130,18 +137,33 @@ class Adapter(ABC):
         Raises:
             NoUsablePartError: strict mode, and a layer stays with vLLM; the message has every layer's reason.
         """
-        left = {layer.name: plan.why for layer in layers if (plan := self.plan(layer)).choice is None}
+        plans = {layer.name: self.plan(layer) for layer in layers}
+        left = {name: plan.why for name, plan in plans.items() if plan.choice is None}
         if self.runtime.settings.strict and left:
-            raise NoUsablePartError(_strict_message(left))
+            raise NoUsablePartError(_left_message("VLLM_MOE_MODULAR_STRICT=1", left))
+        if self.runtime.names_parts and plans and all(p.choice is None and not p.skipped for p in plans.values()):
+            raise NoUsablePartError(_left_message("parts were asked for by name", left))
+        self._warn_of_idle_patterns(plans)
         for layer in layers:
             self.init_prepare_finalize(layer)
         self.runtime.summarise()
+
+    def _warn_of_idle_patterns(self, names: Iterable[str]) -> None:
+        """A pattern that skips nothing is most likely misspelt; on a pipeline rank it may be another rank's."""
+        for pattern in self.runtime.settings.skip_layers:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                logger.warning(
+                    "moe_modular: VLLM_MOE_MODULAR_SKIP_LAYERS has %s, which is the name of no MoE layer here (%s)",
+                    pattern,
+                    ", ".join(names) or "there are none",
+                )
 
     def _report(self, layer: MoELayer, plan: Plan, forward: ModularForward) -> None:
         if self.runtime.settings.trace is None:
             return
         if self.runtime.report is None:
-            self.runtime.report = Report(Path(self.runtime.settings.trace), layer.ranks.ep_rank)
+            process = dist.get_rank() if dist.is_initialized() else 0
+            self.runtime.report = Report(Path(self.runtime.settings.trace), rank=layer.ranks.ep_rank, process=process)
         assert plan.choice is not None, "a layer is reported once it was swapped"
         names = plan.choice.all2all.name, plan.choice.experts.name
         self.runtime.report.add_layer(layer.name, *names, forward.kernel.prepare_finalize)
@@ -153,16 +175,38 @@ def engine_settings(settings: Settings, additional_config: Any) -> Settings:
     Raises:
         SettingsError: it has a key or a value that is not known.
     """
-    config = additional_config.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional_config, dict) else None
+    given = additional_config if isinstance(additional_config, dict) else {}
+    for key in given:
+        if key != ADDITIONAL_CONFIG_KEY and difflib.get_close_matches(key, [ADDITIONAL_CONFIG_KEY], cutoff=0.85):
+            raise SettingsError(f"--additional-config has the key {key}; did you mean {ADDITIONAL_CONFIG_KEY}?")
+    config = given.get(ADDITIONAL_CONFIG_KEY)
     return settings if config is None else with_overrides(settings, config)
 
 
-def _strict_message(left: dict[str, str]) -> str:
+def require_trace_folder(settings: Settings) -> None:
+    """Make the trace folder, before anything is loaded.
+
+    Raises:
+        SettingsError: it cannot be made or written to.
+    """
+    if settings.trace is None:
+        return
+    try:
+        Path(settings.trace).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=settings.trace):
+            pass
+    except OSError as error:
+        raise SettingsError(
+            f"VLLM_MOE_MODULAR_TRACE={settings.trace}: {error.strerror}; name a folder that can be written to"
+        ) from error
+
+
+def _left_message(why: str, left: dict[str, str]) -> str:
     by_reason: dict[str, list[str]] = {}
-    for name, why in left.items():
-        by_reason.setdefault(why, []).append(name)
-    reasons = "\n".join(f"  {len(names)} layers ({names[0]} ...): {why}" for why, names in by_reason.items())
+    for name, reason in left.items():
+        by_reason.setdefault(reason, []).append(name)
+    reasons = "\n".join(f"  {len(names)} layers ({names[0]} ...): {reason}" for reason, names in by_reason.items())
     return (
-        f"VLLM_MOE_MODULAR_STRICT=1, and these MoE layers would stay with vLLM:\n{reasons}\n"
-        "name parts that fit, or unset VLLM_MOE_MODULAR_STRICT"
+        f"{why}, and these MoE layers would stay with vLLM:\n{reasons}\n"
+        "name parts that fit, or leave the choice to auto without VLLM_MOE_MODULAR_STRICT"
     )

@@ -6,7 +6,6 @@ from vllm_moe_modular.errors import IncompatibleVllmError
 from vllm_moe_modular.settings import Settings
 from vllm_moe_modular.vllm_adapter.detect import find_era, vllm_root
 from vllm_moe_modular.vllm_adapter.patches import apply_patches
-from vllm_moe_modular.vllm_adapter.runtime import Runtime
 
 logger = logging.getLogger("vllm.moe_modular")
 
@@ -30,6 +29,6 @@ def install(settings: Settings) -> None:
             raise
         logger.warning("moe_modular: stands aside, all layers stay with vLLM: %s", error)
         return
-    adapter = era.load().Adapter(Runtime(settings))
+    adapter = era.load().Adapter(settings)
     apply_patches(adapter.patches)
     _installed = True

@@ -16,13 +16,13 @@ class Report:
     A thread of its own looks at the counters that the all-to-alls keep anyway, so a step costs nothing.
 
     Args:
-        folder: where to; made if missing.
+        folder: where to; it exists.
         rank: of this process in the expert-parallel group.
+        process: among all processes of the server; pipeline stages have expert-parallel groups of their own.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = folder / f"rank{rank}.json"
+    def __init__(self, folder: Path, *, rank: int, process: int) -> None:
+        self._file = folder / f"rank{process}.json"
         self._rank = rank
         self._layers: list[dict[str, str]] = []
         self._all2alls: list[Any] = []

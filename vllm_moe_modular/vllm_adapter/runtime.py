@@ -1,4 +1,4 @@
-"""What one process of the server keeps: settings, parts, plans, and the objects that layers share."""
+"""What is kept for one model in one process: settings, parts, plans, and the objects that layers share."""
 
 import logging
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from vllm_moe_modular.modular.rank_group import RankGroup
 from vllm_moe_modular.modular.workspace import Workspace
 from vllm_moe_modular.selection.problem import Device, Problem
 from vllm_moe_modular.selection.registry import BrokenPart, PartKind, Registry
-from vllm_moe_modular.selection.select import AUTO, Choice, Selection, select
+from vllm_moe_modular.selection.select import AUTO, Choice, Selection, require_known, select
 from vllm_moe_modular.selection.third_party import full_registry
 from vllm_moe_modular.settings import Settings
 from vllm_moe_modular.vllm_adapter.report import Report
@@ -36,6 +36,7 @@ class Plan:
     problem: Problem
     choice: Choice | None
     why: str
+    skipped: bool = False  # the user asked for that
 
     @property
     def needs_raw_weights(self) -> bool:
@@ -45,7 +46,10 @@ class Plan:
 
 @dataclass(slots=True)
 class Runtime:
-    """One per process. Layers of the same shape and placement share an all-to-all, all of them the workspace."""
+    """One per model that is loaded.
+
+    Layers of the same shape and placement share an all-to-all, all of them the workspace.
+    """
 
     settings: Settings
     device: Device = field(default_factory=lambda: this_device())
@@ -76,15 +80,30 @@ class Runtime:
         """
         pattern = next((p for p in self.settings.skip_layers if fnmatchcase(name, p)), None)
         if pattern is not None:
-            return Plan(problem, None, f"VLLM_MOE_MODULAR_SKIP_LAYERS has {pattern}")
+            return Plan(problem, None, f"VLLM_MOE_MODULAR_SKIP_LAYERS has {pattern}", skipped=True)
+        if problem.irreplaceable:
+            return Plan(problem, None, problem.irreplaceable)
         problem = replace(problem, hosts=self.hosts)
         selection = self._select(problem)
         if selection.choice is None:
-            named = {self.settings.all2all, self.settings.experts} - {AUTO}
-            if named and not problem.irreplaceable:
+            if self.names_parts:
                 selection.require()
             return Plan(problem, None, selection.why_not)
         return Plan(problem, selection.choice, self._reason(selection))
+
+    @property
+    def names_parts(self) -> bool:
+        """Whether the user named a part."""
+        return {self.settings.all2all, self.settings.experts} != {AUTO}
+
+    def require_known_names(self) -> None:
+        """Check, before anything is loaded, that the parts that were asked for exist.
+
+        Raises:
+            NoUsablePartError: one does not, or is broken.
+        """
+        require_known(self.registry, PartKind.PREPARE_FINALIZE, self.settings.all2all)
+        require_known(self.registry, PartKind.EXPERTS, self.settings.experts)
 
     def _select(self, problem: Problem) -> Selection:
         return select(

@@ -53,12 +53,16 @@ def make_checkpoint(
 
 def _write_beside(family: Family, sizes: Sizes, out: Path, seed: int) -> None:
     """Makes everything in a folder next to `out`, then moves it in."""
+    others = sorted(f.name for f in out.glob("*.safetensors*") if f.name != "model.safetensors") if out.is_dir() else []
+    if others:
+        raise CheckpointError(
+            f"{out} holds other weights ({', '.join(others[:3])}), which a loader would mix up with these; "
+            "name another folder"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         _write(family, sizes, Path(scratch), seed)
         out.mkdir(exist_ok=True)
-        for stale in out.glob("model*.safetensors*"):
-            stale.unlink()
         for made in Path(scratch).iterdir():
             shutil.move(made, out / made.name)
 

@@ -1,0 +1,159 @@
+"""The flow that is the same in every era, over layers that stand for vLLM's."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_moe_modular.errors import NoUsablePartError, SettingsError
+from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
+from vllm_moe_modular.selection.problem import Problem
+from vllm_moe_modular.settings import Settings
+from vllm_moe_modular.vllm_adapter import adapter, runtime
+from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks
+from vllm_moe_modular.vllm_adapter.method import ModularForward
+
+NAMED = Settings(enabled=True, all2all="local", experts="torch")
+SINGLE = Problem(num_experts=4, num_local_experts=4, top_k=2, hidden=8, intermediate=6, dtype="float32")
+
+
+class Layer(MoELayer):
+    activation = Activation(kind=ActivationKind.SILU)
+    ranks = Ranks(0, 1, 0, 1, False)
+    expert_map = None
+    router_weight_on_input = False
+
+    def __init__(self, name: str, problem: Problem = SINGLE) -> None:
+        super().__init__(SimpleNamespace(quant_method=object()))  # type: ignore[arg-type]
+        self._name, self._problem = name, problem
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def problem(self) -> Problem:
+        return self._problem
+
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(w13=torch.zeros(4, 12, 8), w2=torch.zeros(4, 8, 6))
+
+    def replace_quant_method(self, method: Any) -> None:
+        self.module.quant_method = method
+
+
+class Adapter(adapter.Adapter):
+    patches = ()
+
+    def layer(self, module: Any) -> None: ...
+
+    def layers(self, model_runner: Any) -> list[MoELayer]:
+        return list(model_runner)
+
+    def make_method(self, layer: MoELayer, forward: ModularForward) -> Any:  # noqa: ARG002
+        return SimpleNamespace(modular_forward=forward)
+
+    def tokens_bound(self) -> None: ...
+
+    def expert_parallel_group(self) -> None: ...
+
+    def current_config(self, vllm_config: Any) -> Any:  # noqa: ARG002
+        return nullcontext()
+
+
+def load(settings: Settings, *layers: Layer, config: Any = None, of: Adapter | None = None) -> Adapter:
+    made = of or Adapter(settings)
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config or {}), model_runner=layers)
+    made.load_model(lambda worker: None, worker)  # noqa: ARG005
+    return made
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """Alike whether vLLM, which keeps its records from the root logger, was imported or not."""
+    monkeypatch.setattr(runtime.logger, "propagate", False)
+    runtime.logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger=runtime.logger.name)
+    yield caplog
+    runtime.logger.removeHandler(caplog.handler)
+
+
+def test_layers_are_swapped_and_a_second_visit_changes_nothing() -> None:
+    layer = Layer("a")
+    made = load(NAMED, layer)
+    method = layer.quant_method
+    assert layer.is_swapped
+    made.init_prepare_finalize(layer)
+    assert layer.quant_method is method
+
+
+def test_one_line_per_outcome(log: pytest.LogCaptureFixture) -> None:
+    load(Settings(enabled=True, all2all="local", experts="torch", skip_layers=("b*",)), *map(Layer, ["a", "b1", "b2"]))
+    lines = [r.getMessage() for r in log.records]
+    assert len(lines) == 2
+    assert "1 MoE layer (a): run on local + torch" in lines[0]
+    assert "2 MoE layers (b1 to b2): left to vLLM's object: VLLM_MOE_MODULAR_SKIP_LAYERS has b*" in lines[1]
+
+
+def test_settings_of_one_engine_do_not_reach_the_next() -> None:
+    first, second, third = Layer("a"), Layer("a"), Layer("a")
+    made = load(Settings(enabled=True), first, config={"moe_modular": {"all2all": "local", "experts": "torch"}})
+    load(made.environment, second, of=made)
+    load(made.environment, Layer("a"), config={"moe_modular": {"enabled": False}}, of=made)
+    load(made.environment, third, config={"moe_modular": {"all2all": "local", "experts": "torch"}}, of=made)
+    assert [layer.is_swapped for layer in (first, second, third)] == [True, False, True]
+
+
+def test_a_pattern_that_skips_nothing_is_told(log: pytest.LogCaptureFixture) -> None:
+    load(Settings(enabled=True, all2all="local", experts="torch", skip_layers=("*.layer.0.*",)), Layer("m.layers.0.e"))
+    (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
+    assert "*.layer.0.*, which is the name of no MoE layer here (m.layers.0.e)" in warning
+
+
+def test_a_part_that_does_not_exist_stops_a_model_without_moe_layers_too() -> None:
+    with pytest.raises(NoUsablePartError, match=r"'nope' is not known; known: auto"):
+        load(Settings(enabled=True, all2all="nope"))
+
+
+def test_named_parts_that_no_layer_can_use_stop_the_start() -> None:
+    irreplaceable = Problem(**{**_fields(SINGLE), "irreplaceable": "vLLM's Fp8MoEMethod has no modular form here"})
+    with pytest.raises(NoUsablePartError, match="asked for by name, and these MoE layers would stay with vLLM"):
+        load(NAMED, Layer("a", irreplaceable))
+    mixed = Layer("b")
+    load(NAMED, Layer("a", irreplaceable), mixed)
+    assert mixed.is_swapped
+
+
+def test_skipping_every_layer_is_no_error_even_with_named_parts() -> None:
+    layer = Layer("a")
+    load(Settings(enabled=True, all2all="local", experts="torch", skip_layers=("*",)), layer)
+    assert not layer.is_swapped
+
+
+def test_strict_mode_counts_skipped_layers() -> None:
+    with pytest.raises(NoUsablePartError, match="VLLM_MOE_MODULAR_STRICT=1"):
+        load(Settings(enabled=True, strict=True, skip_layers=("*",)), Layer("a"))
+
+
+def test_a_misspelt_configuration_key_is_told() -> None:
+    with pytest.raises(SettingsError, match="did you mean moe_modular"):
+        load(NAMED, Layer("a"), config={"moe_modulr": {"strict": True}})
+
+
+def test_a_trace_folder_that_cannot_be_made_stops_before_loading(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    loaded: list[bool] = []
+    made = Adapter(Settings(enabled=True, trace=str(tmp_path / "file")))
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}), model_runner=[])
+    with pytest.raises(SettingsError, match=r"VLLM_MOE_MODULAR_TRACE=.*name a folder"):
+        made.load_model(lambda _worker: loaded.append(True), worker)
+    assert not loaded
+
+
+def _fields(problem: Problem) -> dict[str, Any]:
+    return {name: getattr(problem, name) for name in problem.__dataclass_fields__}
