@@ -97,8 +97,8 @@ _CORE_0_11 = (Cell("qwen2_moe", "dp2-tp2-ep"),)
 _ALL_0_11 = [
     Cell(family, mode)
     for family in ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe")
-    for mode in ("tp2", "tp2-ep-auto", "tp2-ep-named", "dp2-ep", "dp2-tp2-ep")
-] + [Cell(family, "single") for family in ("qwen3_moe", "qwen2_moe")]
+    for mode in ("single", "tp2", "tp2-ep-auto", "tp2-ep-named", "dp2-ep", "dp2-tp2-ep")
+]
 
 TABLES = {
     (0, 32): Table(_CORE, tuple(c for c in _ALL_0_32 if c not in _CORE)),
