@@ -225,7 +225,7 @@ def test_strict_mode_with_auto_declining_stops_with_every_reason(checkpoint: Mak
 def test_a_named_part_that_does_not_fit_stops_with_every_reason(checkpoint: Make, tmp_path: Path) -> None:
     env = {**ON, "VLLM_MOE_MODULAR_ALL2ALL": "allgather"}
     log = log_of_failed_start(checkpoint("qwen3_moe"), EAGER, env=env, tmp_path=tmp_path)
-    assert "one rank holds all experts, nobody to send tokens to; pass --enable-expert-parallel" in log
+    assert "one rank holds all experts, there is nobody to send tokens to; pass --enable-expert-parallel" in log
     assert "without expert parallelism vLLM's own CPU kernel is faster" in log
 
 

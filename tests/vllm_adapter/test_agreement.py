@@ -4,8 +4,15 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from vllm_moe_modular.errors import AgreementError
-from vllm_moe_modular.vllm_adapter.agreement import _missing_anywhere, exchange, require_equal
+from vllm_moe_modular.errors import AgreementError, NoUsablePartError
+from vllm_moe_modular.settings import Settings
+from vllm_moe_modular.vllm_adapter.agreement import (
+    _missing_anywhere,
+    _require_known_everywhere,
+    exchange,
+    require_equal,
+)
+from vllm_moe_modular.vllm_adapter.runtime import Runtime
 
 
 @pytest.fixture
@@ -50,3 +57,17 @@ def test_a_library_that_one_rank_lacks_is_named_with_the_rank() -> None:
         "m:Torch": [],
         "m:DeepEP": ["module deep_ep on ranks [1]", "the package of this part on ranks [2]"],
     }
+
+
+def test_a_part_that_one_rank_does_not_know_is_named_with_the_rank_on_every_rank() -> None:
+    runtime = Runtime(Settings(enabled=True, all2all="torch"))
+    here = runtime.part_names()
+    _require_known_everywhere(runtime, [here, here])
+    with pytest.raises(AgreementError, match=r"all-to-all 'torch' was asked for and is not known on ranks \[1\]"):
+        _require_known_everywhere(runtime, [here, {**here, "all-to-all": ["local"]}])
+
+
+def test_a_part_that_no_rank_knows_lists_the_known_ones() -> None:
+    runtime = Runtime(Settings(enabled=True, experts="tritom"))
+    with pytest.raises(NoUsablePartError, match=r"'tritom' is not known; known: auto"):
+        _require_known_everywhere(runtime, [runtime.part_names()] * 2)

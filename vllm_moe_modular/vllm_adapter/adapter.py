@@ -77,7 +77,6 @@ class Adapter(ABC):
         if not self.runtime.settings.enabled:
             original(worker, *args, **kwargs)
             return
-        self.runtime.require_known_names()
         require_trace_folder(self.runtime.settings)
         agree_on_settings(self.runtime, self.expert_parallel_group(), load=self._loads)
         self._loads += 1

@@ -94,9 +94,11 @@ def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None, *, load
         load: how many models this process has loaded before, so that a second one is agreed on anew.
 
     Raises:
-        AgreementError: a rank is silent or differs; names ranks and fields.
+        AgreementError: a rank is silent, differs, or does not know a part that was asked for; names ranks and fields.
+        NoUsablePartError: no rank knows it.
     """
     if group is None or dist.get_world_size(group) == 1:
+        runtime.require_known_names()
         return
     store = default_store()
     settings = {v.key: getattr(runtime.settings, v.key) for v in VARIABLES if v.key not in _MAY_DIFFER}
@@ -107,10 +109,16 @@ def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None, *, load
         topic=f"settings/{ranks}/{load}",
         rank=dist.get_rank(group),
         size=dist.get_world_size(group),
-        record={"here": here, "host": gethostname(), "missing": runtime.missing_of_parts()},
+        record={
+            "here": here,
+            "host": gethostname(),
+            "missing": runtime.missing_of_parts(),
+            "names": runtime.part_names(),
+        },
         timeout_s=runtime.settings.timeout_s,
     )
     require_equal([r["here"] for r in records], what="their settings")
+    _require_known_everywhere(runtime, [r["names"] for r in records])
     runtime.hosts = len({r["host"] for r in records})
     runtime.missing = _missing_anywhere([r["missing"] for r in records])
     if runtime.group is None:
@@ -146,6 +154,17 @@ def agree_on_layer(layer: MoELayer, plan: Plan, runtime: Runtime) -> ExpertPlace
     )
     require_equal([r["here"] for r in records], what=f"layer {layer.name}")
     return ExpertPlacement.from_expert_maps([r["expert_map"] for r in records])
+
+
+def _require_known_everywhere(runtime: Runtime, by_rank: Sequence[Mapping[str, Sequence[str]]]) -> None:
+    for kind, name in runtime.asked_for.items():
+        lacking = [rank for rank, names in enumerate(by_rank) if name not in ("auto", *names[kind.value])]
+        if lacking and len(lacking) < len(by_rank):
+            raise AgreementError(
+                f"{kind.value} {name!r} was asked for and is not known on ranks {lacking} (known there: "
+                f"{', '.join(by_rank[lacking[0]][kind.value])}); install the package that brings it on every rank"
+            )
+    runtime.require_known_names()
 
 
 def _missing_anywhere(by_rank: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:

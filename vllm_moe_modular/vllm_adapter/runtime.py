@@ -96,14 +96,23 @@ class Runtime:
         """Whether the user named a part."""
         return {self.settings.all2all, self.settings.experts} != {AUTO}
 
+    @property
+    def asked_for(self) -> dict[PartKind, str]:
+        """A part's name of each kind, or "auto"."""
+        return {PartKind.PREPARE_FINALIZE: self.settings.all2all, PartKind.EXPERTS: self.settings.experts}
+
+    def part_names(self) -> dict[str, list[str]]:
+        """By kind, the parts that this process knows."""
+        return {kind.value: [p.name for p in self.registry.of(kind)] for kind in PartKind}
+
     def require_known_names(self) -> None:
         """Check, before anything is loaded, that the parts that were asked for exist.
 
         Raises:
             NoUsablePartError: one does not, or is broken.
         """
-        require_known(self.registry, PartKind.PREPARE_FINALIZE, self.settings.all2all)
-        require_known(self.registry, PartKind.EXPERTS, self.settings.experts)
+        for kind, name in self.asked_for.items():
+            require_known(self.registry, kind, name)
 
     def _select(self, problem: Problem) -> Selection:
         return select(
