@@ -55,19 +55,26 @@ class Activation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """The weights of this rank's experts, unquantised, as checkpoints store them.
+    """The weights of this rank's experts, as checkpoints store them.
+
+    A scale is float32 and belongs to weights in float8_e4m3fn: weight = stored number * scale. It is given per output
+    channel (a scale of a whole tensor is repeated), or per block of 128 x 128; both tensors of a layer alike.
 
     Attributes:
         w13: [E, 2F, H] gate and up projection ([E, F, H] for an activation without a gate).
         w2: [E, H, F] down projection.
         w13_bias: [E, 2F] or None.
         w2_bias: [E, H] or None.
+        w13_scale: [E, 2F], or [E, 2F/128, H/128] rounded up; None: unquantised.
+        w2_scale: [E, H], or [E, H/128, F/128] rounded up; None: unquantised.
     """
 
     w13: torch.Tensor
     w2: torch.Tensor
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
 
 
 class PermuteExpertsUnpermute(ABC):
