@@ -20,12 +20,24 @@ def test_makes_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"vllm serve {out}" in capsys.readouterr().out
 
 
+def test_makes_a_quantised_checkpoint_and_its_twin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, twin = tmp_path / "fp8", tmp_path / "twin"
+    assert main(["checkpoint", "olmoe", str(out), "--quantization", "fp8_block", "--twin", str(twin)]) == 0
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+    assert "quantization_config" not in json.loads((twin / "config.json").read_text())
+    printed = capsys.readouterr().out
+    assert f"vllm serve {out} --dtype bfloat16" in printed
+    assert f"{twin}: the same weights unquantised" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         pytest.param(["llama"], ["'llama'", "mixtral", "qwen3_moe"], id="unknown family"),
         pytest.param(["mixtral", "--top-k", "9"], ["top_k is 9", "among 8 experts"], id="more experts than there are"),
         pytest.param(["mixtral", "--hidden", "100"], ["hidden is 100", "multiple of 32"], id="odd hidden size"),
+        pytest.param(["olmoe", "--quantization", "mxfp4"], ["mxfp4 is for gpt_oss alone"], id="kind of another family"),
+        pytest.param(["olmoe", "--twin", "twin"], ["--twin", "--quantization"], id="twin of what is not quantised"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

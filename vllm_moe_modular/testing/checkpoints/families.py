@@ -3,7 +3,7 @@
 Letters as everywhere: H hidden, F expert intermediate, K top-k, G global experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -145,15 +145,14 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def family_named(name: str) -> Family:
-    """The family of that name; an unknown name is a `CheckpointError` that lists the known ones."""
-    if name not in FAMILIES:
-        raise CheckpointError(f"checkpoint family {name!r} is not known; choose one of {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[name]
+def name_objections(what: str, name: str, known: Iterable[str]) -> list[str]:
+    """The objection to a name that is not known, with those that are; empty when it is."""
+    names = sorted(known)
+    return [] if name in names else [f"{what} {name!r} is not known; choose one of {', '.join(names)}"]
 
 
-def check_sizes(name: str, family: Family, sizes: Sizes) -> None:
-    """Raises a `CheckpointError` that holds every objection to `sizes`, not only the first."""
+def size_objections(name: str, family: Family, sizes: Sizes) -> list[str]:
+    """Every objection to `sizes`, each one sentence; empty when family `name` takes them."""
     objections = [
         f"{label} is {value}; it must be at least {least}"
         for label, value, least in (
@@ -172,5 +171,4 @@ def check_sizes(name: str, family: Family, sizes: Sizes) -> None:
     selectable = sizes.experts // family.expert_groups
     if sizes.top_k > selectable:
         objections.append(f"top_k is {sizes.top_k}; each token of {name} chooses among {selectable} experts")
-    if objections:
-        raise CheckpointError(f"cannot make a {name} checkpoint: {'; '.join(objections)}")
+    return objections
