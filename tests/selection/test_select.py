@@ -142,7 +142,8 @@ def test_explain_is_stable_text() -> None:
         "                   every rank already has all tokens, sending them gains nothing; `local` does without",
         "   usable  torch   every rank already has all tokens, sending them gains nothing; `local` does without",
         "experts (asked for: auto)",
-        "       no  torch   the weights are quantised (fp8 128x128); serve an unquantised checkpoint",
+        "       no  torch   the weights are quantised (fp8 128x128); use the vllm experts, or serve an "
+        "unquantised checkpoint",
         "                   activation situ is not one of silu, gelu, gelu_tanh, swigluoai, swigluoai_uninterleave, "
         "silu_no_mul, gelu_no_mul, relu2_no_mul; leave the layer to vLLM",
     ]

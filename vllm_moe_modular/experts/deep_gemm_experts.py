@@ -145,6 +145,7 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
         workspace: Sequence[torch.Tensor],
         weight_and_reduce_by: WeightAndReduceBy,
         router_weight_on_input: bool,
+        out_RH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `PermuteExpertsUnpermute.apply`; weights and sums over top-k itself.
 
@@ -162,10 +163,15 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
         _require_fitting(rows, weights)
         if rows.x.shape[0] == 0:
             return rows.x.new_empty((0, weights.w2.shape[1]))
-        return self._run(rows, weights, workspace, router_weight_on_input)
+        return self._run(rows, weights, workspace, router_weight_on_input, out_RH)
 
     def _run(
-        self, rows: StandardRows, weights: ExpertWeights, workspace: Sequence[torch.Tensor], weight_on_input: bool
+        self,
+        rows: StandardRows,
+        weights: ExpertWeights,
+        workspace: Sequence[torch.Tensor],
+        weight_on_input: bool,
+        out_RH: torch.Tensor | None,
     ) -> torch.Tensor:
         sizes = _sizes(rows, weights, self._library.alignment)
         b = sizes.carve(workspace)
@@ -198,10 +204,11 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
                 activation=self._activation, topk_weights=on_input, pdl=pdl,
             )  # fmt: skip
         down(ends=placed.ends, expected_rows=sizes.expected_rows)
+        out_RH = b.out if out_RH is None else out_RH
         weighted_topk_sum(
-            b.y, ids, on_output, num_experts=sizes.E, out_RH=b.out, positions=placed.positions, pdl=pdl
+            b.y, ids, on_output, num_experts=sizes.E, out_RH=out_RH, positions=placed.positions, pdl=pdl
         )  # fmt: skip
-        return b.out
+        return out_RH
 
     def _compile(self, sizes: _Sizes, *gemms: Any) -> None:
         """Make DeepGEMM compile what this call or one with fewer rows needs, unless that was done."""

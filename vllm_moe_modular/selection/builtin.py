@@ -123,6 +123,22 @@ PARTS = (
         ),
         raw_weights=True,
     ),
+    Part(
+        name="vllm",
+        kind=PartKind.EXPERTS,
+        target="vllm_moe_modular.vllm_adapter.vllm_experts:VllmExperts",
+        activation_format=ActivationFormat.STANDARD,
+        reduces=_BY_EXPERTS,
+        preference=95,
+        summary="the kernel that vLLM chose for the layer's quant method, reused: every quantised checkpoint",
+        checks=(checks.replaceable, checks.vllm_experts_reusable),
+        declines=(
+            checks.only_with_expert_parallelism,
+            checks.not_on("cuda", "not yet compared with vLLM alone in a served model; name it to use it"),
+        ),
+        requires=("vllm",),
+        per_layer=True,
+    ),
 )  # fmt: skip
 
 

@@ -59,7 +59,8 @@ def plain_weights(problem: Problem, device: Device) -> str | None:  # noqa: ARG0
     if problem.irreplaceable:
         return None  # which says it all
     if problem.quant_scheme != "none":
-        return f"the weights are quantised ({problem.quant_scheme}); serve an unquantised checkpoint"
+        scheme = problem.quant_scheme
+        return f"the weights are quantised ({scheme}); use the vllm experts, or serve an unquantised checkpoint"
     return problem.weights_missing or None
 
 
@@ -103,6 +104,18 @@ def compute_capability(*known: int) -> Check:
         return f"compute capability {device.sm // 10}.{device.sm % 10} is not {names}, where it was tested"
 
     return check
+
+
+def vllm_experts_reusable(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For `vllm`."""
+    return problem.vllm_experts or None
+
+
+def only_with_expert_parallelism(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """A reservation of `vllm`: without an all-to-all there is nothing to put its experts behind."""
+    if problem.ep_size == 1:
+        return "without expert parallelism vLLM runs the same kernel itself; name the part to run it here all the same"
+    return None
 
 
 def device_kind(kind: str) -> Check:

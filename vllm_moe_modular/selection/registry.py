@@ -36,6 +36,7 @@ class Part:
         declines: reasons why `auto` leaves it out although it could run; who names the part gets it.
         requires: modules that must be importable; "a or b": one of them.
         raw_weights: needs the weights as the checkpoint stores them.
+        per_layer: is built for one layer and sees the server's object of it; else layers of one shape share an object.
         provided_by: the installed distribution that it came with.
     """
 
@@ -50,6 +51,7 @@ class Part:
     declines: tuple[Check, ...] = ()
     requires: tuple[str, ...] = ()
     raw_weights: bool = False
+    per_layer: bool = False
     provided_by: str = THIS_DISTRIBUTION
 
     @property
