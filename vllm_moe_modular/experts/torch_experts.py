@@ -46,6 +46,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         workspace: Sequence[torch.Tensor],  # noqa: ARG002 - torch allocates
         weight_and_reduce_by: WeightAndReduceBy,
         router_weight_on_input: bool,
+        out_RH: torch.Tensor | None = None,  # noqa: ARG002 - the sum is in float32, and copied anyway
     ) -> torch.Tensor:
         """See `PermuteExpertsUnpermute.apply`. Slots with an id below 0 or past the last local expert are left out.
 

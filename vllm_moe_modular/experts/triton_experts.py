@@ -105,6 +105,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         workspace: Sequence[torch.Tensor],
         weight_and_reduce_by: WeightAndReduceBy,
         router_weight_on_input: bool,
+        out_RH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `PermuteExpertsUnpermute.apply`; weights and sums over top-k itself.
 
@@ -128,12 +129,18 @@ class TritonExperts(PermuteExpertsUnpermute):
             return rows.x.new_empty((0, H))
         batch = self._batch if weights.w13_scale is None else self._batch_fp8
         run = self._small_batch if is_small_batch(R, K, E) else batch
-        return run(rows, weights, workspace, router_weight_on_input)
+        return run(rows, weights, workspace, router_weight_on_input, out_RH)
 
     def _small_batch(
-        self, rows: StandardRows, weights: ExpertWeights, workspace: Sequence[torch.Tensor], weight_on_input: bool
+        self,
+        rows: StandardRows,
+        weights: ExpertWeights,
+        workspace: Sequence[torch.Tensor],
+        weight_on_input: bool,
+        out_RH: torch.Tensor | None,
     ) -> torch.Tensor:
-        activated_SF, out_RH = workspace
+        activated_SF, scratch_RH = workspace
+        out_RH = scratch_RH if out_RH is None else out_RH
         pdl = has_dependent_launch(rows.x.device)
         ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
         small_batch_gated(
@@ -148,14 +155,20 @@ class TritonExperts(PermuteExpertsUnpermute):
         return out_RH
 
     def _batch(
-        self, rows: StandardRows, weights: ExpertWeights, workspace: Sequence[torch.Tensor], weight_on_input: bool
+        self,
+        rows: StandardRows,
+        weights: ExpertWeights,
+        workspace: Sequence[torch.Tensor],
+        weight_on_input: bool,
+        out_RH: torch.Tensor | None,
     ) -> torch.Tensor:
         R, K = rows.topk_ids.shape
         E, H, F = weights.w2.shape
         pool, y_pool, ints = workspace
         y_SH = y_pool.view(R * K, H)
         activated_SF = pool[: R * K * F].view(R * K, F)
-        out_RH = pool[: R * H].view(R, H)  # over the activated rows, which the down GEMM has used up by then
+        if out_RH is None:  # then over the activated rows, which the down GEMM has used up by then
+            out_RH = pool[: R * H].view(R, H)
         tiles = self._tiles_for(rows, weights)
         pdl = has_dependent_launch(rows.x.device)
         ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
@@ -178,7 +191,12 @@ class TritonExperts(PermuteExpertsUnpermute):
         return out_RH
 
     def _batch_fp8(
-        self, rows: StandardRows, weights: ExpertWeights, workspace: Sequence[torch.Tensor], weight_on_input: bool
+        self,
+        rows: StandardRows,
+        weights: ExpertWeights,
+        workspace: Sequence[torch.Tensor],
+        weight_on_input: bool,
+        out_RH: torch.Tensor | None,
     ) -> torch.Tensor:
         assert weights.w13_scale is not None, "the fp8 path without w13_scale"
         assert weights.w2_scale is not None, "the fp8 path without w2_scale"
@@ -187,7 +205,8 @@ class TritonExperts(PermuteExpertsUnpermute):
         pool, y_pool, ints = workspace
         y_SH = y_pool[: R * K * H].view(R * K, H)
         activated = Fp8Rows.within(pool, R * K, F)
-        out_RH = pool[: R * H].view(R, H)  # over the activated rows, which the down GEMM has used up by then
+        if out_RH is None:  # then over the activated rows, which the down GEMM has used up by then
+            out_RH = pool[: R * H].view(R, H)
         tiles = self._tiles_for(rows, weights)
         pdl = has_dependent_launch(rows.x.device)
         ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
