@@ -138,7 +138,8 @@ class Runtime:
         experts: PermuteExpertsUnpermute = self._shared(choice.experts, context)
         if self._workspace is None:
             self._workspace = Workspace(context.device)
-        return ModularKernel(all2all, experts, allocate=self._workspace)
+        on_error = None if self.group is None else self.group.say_raised
+        return ModularKernel(all2all, experts, allocate=self._workspace, on_error=on_error)
 
     def _shared(self, part: Any, context: BuildContext) -> Any:
         key = (part.target, context)
