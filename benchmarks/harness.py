@@ -11,12 +11,17 @@ import torch
 
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
 from vllm_moe_modular.modular.prepare_finalize import StandardRows
+from vllm_moe_modular.testing.fp8_weights import fp8_weights
 
 BANDWIDTH_BYTES_PER_S = 4.3e12
 """Device memory of one H200: a large copy, counting bytes read and bytes written."""
 
 BF16_FLOPS = 790e12
 """One H200: a product of 8192 x 8192 x 8192 on random data."""
+
+
+FP8_FLOPS = 1580e12
+"""One H200: twice as many products of fp8."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Shape:
     H: int
     F: int
     interleaved_swiglu: bool = False  # gpt-oss: swiglu_oai, gates and ups interleaved, biases
+    fp8: bool = False  # weights in float8_e4m3fn with a scale per block of 128 x 128; else bf16
 
     @property
     def activation(self) -> Activation:
@@ -36,7 +42,7 @@ class Shape:
 
     @property
     def expert_bytes(self) -> int:
-        return 3 * self.H * self.F * 2
+        return 3 * self.H * self.F * (1 if self.fp8 else 2)
 
 
 SHAPES = {
@@ -47,17 +53,22 @@ SHAPES = {
         Shape("qwen3-235b-half", E=64, K=8, H=4096, F=1536),
         Shape("qwen3-235b", E=128, K=8, H=4096, F=1536),
         Shape("gpt-oss-120b", E=128, K=4, H=2880, F=2880, interleaved_swiglu=True),
+        Shape("deepseek-v3-ep8", E=32, K=8, H=7168, F=2048),
     )
 }
 
 
 def random_weights(shape: Shape) -> ExpertWeights:
-    """bf16, scaled so that the outputs are of the order of one; biases only for gpt-oss."""
+    """Scaled so that the outputs are of the order of one; biases only for gpt-oss."""
 
     def draw(*size: int) -> torch.Tensor:
         return torch.empty(size, device="cuda", dtype=torch.bfloat16).normal_()
 
     E, H, F = shape.E, shape.H, shape.F
+    if shape.fp8:
+        w13, w13_scale = _random_fp8(E, 2 * F, H)
+        w2, w2_scale = _random_fp8(E, H, F)
+        return ExpertWeights(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
     biased = shape.interleaved_swiglu
     return ExpertWeights(
         w13=draw(E, 2 * F, H).div_(H**0.5),
@@ -65,6 +76,15 @@ def random_weights(shape: Shape) -> ExpertWeights:
         w13_bias=draw(E, 2 * F) if biased else None,
         w2_bias=draw(E, H) if biased else None,
     )
+
+
+def _random_fp8(E: int, N: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
+    w = torch.empty(E, N, D, device="cuda", dtype=torch.float8_e4m3fn)
+    scale = torch.empty(E, -(-N // 128), -(-D // 128), device="cuda")
+    for e in range(E):
+        values, scale[e] = fp8_weights(torch.randn(N, D, device="cuda") / D**0.5, blocks=True)
+        w[e].copy_(values)
+    return w, scale
 
 
 def random_steps(shape: Shape, M: int, count: int) -> list[StandardRows]:
@@ -93,7 +113,7 @@ def roof_us(shape: Shape, steps: Sequence[StandardRows]) -> float:
         active = int(step.topk_ids.unique().numel())
         moved = active * shape.expert_bytes + 2 * M * shape.H * 2
         operations = M * shape.K * 3 * shape.H * shape.F * 2
-        total += max(moved / BANDWIDTH_BYTES_PER_S, operations / BF16_FLOPS)
+        total += max(moved / BANDWIDTH_BYTES_PER_S, operations / (FP8_FLOPS if shape.fp8 else BF16_FLOPS))
     return total / len(steps) * 1e6
 
 

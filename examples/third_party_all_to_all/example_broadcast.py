@@ -62,6 +62,9 @@ class BroadcastPrepareAndFinalize(PrepareAndFinalize[BroadcastTicket]):
     def build(cls, context: BuildContext) -> "BroadcastPrepareAndFinalize":
         return cls(context)
 
+    def most_rows(self, max_tokens_per_rank: int) -> int:
+        return self._group.size * max_tokens_per_rank
+
     def prepare(
         self,
         x_TH: torch.Tensor,

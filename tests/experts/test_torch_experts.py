@@ -10,9 +10,11 @@ from torch.nn.functional import gelu, linear, relu, silu
 from vllm_moe_modular.errors import ShapeError, UnsupportedError
 from vllm_moe_modular.experts.torch_experts import TorchExperts
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
+from vllm_moe_modular.modular.fp8 import dequantized
 from vllm_moe_modular.modular.prepare_finalize import BatchedRows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import TorchTopKWeightAndReduce, WeightAndReduceBy
 from vllm_moe_modular.reference.moe_layer import moe_layer
+from vllm_moe_modular.testing.fp8_weights import fp8_weights
 from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
 
 EXPERTS, FINALIZE = WeightAndReduceBy.EXPERTS, WeightAndReduceBy.FINALIZE
@@ -176,6 +178,31 @@ def test_an_expert_named_twice_counts_twice() -> None:
     rows.topk_ids[:, 1] = rows.topk_ids[:, 0]
     once = StandardRows(rows.x, rows.topk_ids[:, :1], rows.topk_weights.sum(dim=1, keepdim=True))
     assert torch.allclose(run(case, rows, weights), run(replace(case, K=1), once, weights), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", [SILU, OAI], ids=["silu", "interleaved"])
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "channels"])
+def test_weights_in_fp8(blocks: bool, activation: Activation, dtype: torch.dtype) -> None:
+    case = Case(why="", H=200, F=144, activation=activation, bias=True)
+    rows, plain = make(case, dtype)
+    w13, w13_scale = (torch.stack(t) for t in zip(*(fp8_weights(w, blocks=blocks) for w in plain.w13), strict=True))
+    w2, w2_scale = (torch.stack(t) for t in zip(*(fp8_weights(w, blocks=blocks) for w in plain.w2), strict=True))
+    weights = replace(plain, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+    meant = replace(
+        plain,
+        w13=torch.stack([dequantized(w, s, dtype) for w, s in zip(w13, w13_scale, strict=True)]),
+        w2=torch.stack([dequantized(w, s, dtype) for w, s in zip(w2, w2_scale, strict=True)]),
+    )
+    truth = moe_layer(rows.x, rows.topk_ids, rows.topk_weights, weights, activation)
+    assert_as_accurate_as(run(case, rows, weights), plain_torch(case, rows, meant), truth)
+
+
+def test_weights_in_fp8_without_scales_are_refused() -> None:
+    case = Case(why="")
+    rows, weights = make(case, torch.float32)
+    with pytest.raises(UnsupportedError, match=r"w13 in torch\.float8_e4m3fn without w13_scale in the torch experts"):
+        run(case, rows, replace(weights, w13=weights.w13.to(torch.float8_e4m3fn)))
 
 
 def test_hidden_size_of_the_weights_is_checked() -> None:

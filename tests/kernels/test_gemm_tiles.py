@@ -8,7 +8,7 @@ SHAPES = [(128, 8, 2048, 768), (8, 2, 4096, 14336), (12, 3, 40, 24), (1, 1, 16, 
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227], ids=["Ada", "Ampere", "Hopper"])
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 8, 64, 512, 4096, 100_000])
 @pytest.mark.parametrize(("E", "K", "H", "F"), SHAPES)
 def test_tiles_fit(rows: int, E: int, K: int, H: int, F: int, itemsize: int, kib: int) -> None:

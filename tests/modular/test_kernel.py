@@ -49,6 +49,9 @@ class Reversing(PrepareAndFinalize[Original]):
     def __init__(self, weight_and_reduce: TopKWeightAndReduce) -> None:
         self._weight_and_reduce = weight_and_reduce
 
+    def most_rows(self, max_tokens_per_rank: int) -> int:
+        return max_tokens_per_rank
+
     def prepare(self, x_TH, topk_ids_TK, topk_weights_TK, *, max_tokens_per_rank, router_weight_on_input):  # type: ignore[no-untyped-def]  # noqa: ARG002
         rows = StandardRows(x_TH.flip(0), topk_ids_TK.flip(0), topk_weights_TK.flip(0))
         return Dispatched(rows, Original(topk_ids_TK, topk_weights_TK))

@@ -1,6 +1,9 @@
+import importlib
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -139,7 +142,8 @@ def test_explain_is_stable_text() -> None:
         "                   every rank already has all tokens, sending them gains nothing; `local` does without",
         "   usable  torch   every rank already has all tokens, sending them gains nothing; `local` does without",
         "experts (asked for: auto)",
-        "       no  torch   the weights are quantised (fp8 128x128); serve an unquantised checkpoint",
+        "       no  torch   the weights are quantised (fp8 128x128); use the vllm experts, or serve an "
+        "unquantised checkpoint",
         "                   activation situ is not one of silu, gelu, gelu_tanh, swigluoai, swigluoai_uninterleave, "
         "silu_no_mul, gelu_no_mul, relu2_no_mul; leave the layer to vLLM",
     ]
@@ -166,3 +170,55 @@ def test_selecting_imports_no_torch_and_no_vllm() -> None:
     code += "; print('torch' in sys.modules, 'vllm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+QWEN3_30B = replace(SINGLE, num_experts=128, num_local_experts=128, top_k=8, hidden=2048, intermediate=768)
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8 128x128"])
+def test_deep_gemm_runs_both_schemes_by_name(scheme: str) -> None:
+    problem = replace(QWEN3_30B, quant_scheme=scheme)
+    assert chosen(problem, H200, experts="deep_gemm") == "local + deep_gemm"
+    assert chosen(problem, H200) == "None"
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "says"),
+    [
+        (replace(QWEN3_30B, quant_scheme="mxfp4"), H200, r"quantised \(mxfp4\), not one of unquantised, fp8 128x128"),
+        (replace(QWEN3_30B, intermediate=96), H200, "intermediate size 96 on a rank: it takes multiples of 64"),
+        (replace(QWEN3_30B, quant_scheme="fp8 128x128", hidden=192), H200, "hidden size 192 .* multiples of 128"),
+        (replace(QWEN3_30B, has_bias=True), H200, "biases, which it does not add"),
+        (replace(QWEN3_30B, dtype="float16"), H200, "dtype float16 is not one of bfloat16"),
+        (QWEN3_30B, replace(H200, sm=100), "compute capability 10.0 is not 9.0"),
+        (QWEN3_30B, LAPTOP, "runs on cuda, this device is cpu"),
+    ],
+)
+def test_deep_gemm_says_what_it_takes(problem: Problem, device: Device, says: str) -> None:
+    verdicts = select(builtin_registry(), problem, device, missing={}).verdicts[PartKind.EXPERTS]
+    (why,) = next(v.objections for v in verdicts if v.part.name == "deep_gemm")
+    assert re.search(says, why)
+
+
+def test_one_of_two_modules_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Found without importing the package that it lies in."""
+    part = replace(batched_part(), requires=("outer_a.inner.lib or lib_b", "sys"))
+    assert part.missing_modules() == ("outer_a.inner.lib or lib_b",)
+    (tmp_path / "outer_a" / "inner").mkdir(parents=True)
+    (tmp_path / "outer_a" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "outer_a" / "inner" / "lib.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert part.missing_modules() == ()
+    (tmp_path / "outer_a" / "inner" / "lib.py").unlink()
+    (tmp_path / "lib_b").mkdir()
+    importlib.invalidate_caches()
+    assert part.missing_modules() == ()
+
+
+def test_a_missing_library_is_named_with_both_its_names() -> None:
+    registry = builtin_registry()
+    part = next(p for p in registry.of(PartKind.EXPERTS) if p.name == "deep_gemm")
+    (_, library) = part.requires
+    selection = select(registry, QWEN3_30B, H200, experts="deep_gemm", missing={part.target: [f"module {library}"]})
+    with pytest.raises(NoUsablePartError, match=r"module vllm\.third_party\.deep_gemm or deep_gemm is not installed"):
+        selection.require()

@@ -22,6 +22,8 @@ class Mode:
     parts: str
 
 
+LATENT_ATTENTION = ("--attention-backend", "CPU_MLA")  # what vLLM takes on processors with AMX has no float32
+DEEPSEEK_EAGER = ("-cc", '{"custom_ops":["all","-rotary_embedding"]}')  # its CPU rotary operation is wrong for DeepSeek
 NAMED_LOCAL = {"VLLM_MOE_MODULAR_ALL2ALL": "local", "VLLM_MOE_MODULAR_EXPERTS": "torch"}
 EP = "--enable-expert-parallel"
 DP2 = ("-dp", "2", "--api-server-count", "1")  # one front end: each process takes seconds to start
@@ -32,6 +34,12 @@ MODES = {
     "tp2-ep-named": Mode(args=("-tp", "2", EP), env={"VLLM_MOE_MODULAR_ALL2ALL": "torch"}, parts="torch + torch"),
     "dp2-ep": Mode(args=(*DP2, EP), parts="torch + torch"),
     "dp2-ep-allgather": Mode(args=(*DP2, EP), env={"VLLM_MOE_MODULAR_ALL2ALL": "allgather"}, parts="allgather + torch"),
+    "dp2-ep-vllm": Mode(
+        args=(*DP2, EP),
+        env={"VLLM_MOE_MODULAR_ALL2ALL": "allgather", "VLLM_MOE_MODULAR_EXPERTS": "vllm"},
+        parts="allgather + vllm",
+    ),
+    "tp2-ep-vllm": Mode(args=("-tp", "2", EP), env={"VLLM_MOE_MODULAR_EXPERTS": "vllm"}, parts="local + vllm"),
     "dp2-tp2-ep": Mode(args=(*DP2, "-tp", "2", EP), parts="torch + torch"),
 }
 
@@ -50,11 +58,10 @@ class Cell:
     @property
     def args(self) -> tuple[str, ...]:
         """Arguments of `vllm serve`."""
+        args = (*MODES[self.mode].args, *(LATENT_ATTENTION if "deepseek" in self.family else ()))
         if self.compiled:
-            return MODES[self.mode].args
-        # vLLM's own CPU rotary operation is wrong for DeepSeek in eager mode.
-        deepseek = ("-cc", '{"custom_ops":["all","-rotary_embedding"]}') if "deepseek" in self.family else ()
-        return (*MODES[self.mode].args, "--enforce-eager", *deepseek)
+            return args
+        return (*args, "--enforce-eager", *(DEEPSEEK_EAGER if "deepseek" in self.family else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +73,15 @@ class Table:
 
 
 _THREE = ("qwen3_moe", "deepseek_v3", "gpt_oss")
-# Qwen3-MoE on two data-parallel ranks, eager, is served in every run by test_cases.
+# In every run test_cases serves Qwen3-MoE and DeepSeek-V3 with a drafter on two data-parallel ranks, eager.
 _CORE = (
     Cell("qwen3_moe", "tp2-ep-auto", compiled=True),
-    Cell("mixtral", "dp2-ep-allgather"),
-    Cell("deepseek_v2", "dp2-ep", compiled=True),
-    Cell("deepseek_v3", "dp2-tp2-ep"),
-    Cell("gpt_oss", "dp2-ep"),
-    Cell("qwen2_moe", "tp2-ep-named", compiled=True),
-    Cell("olmoe", "single", compiled=True),
+    Cell("qwen3_moe", "single"),
+    Cell("mixtral", "dp2-ep-vllm"),
+    Cell("deepseek_v2", "tp2-ep-named"),
+    Cell("gpt_oss", "dp2-tp2-ep"),
+    Cell("qwen2_moe", "dp2-ep", compiled=True),
+    Cell("olmoe", "tp2"),
 )
 _ALL_0_32 = [
     *(
@@ -88,6 +95,12 @@ _ALL_0_32 = [
         for family in ("mixtral", "deepseek_v2", "qwen2_moe", "olmoe")
         for mode in ("dp2-ep", "tp2-ep-auto")
     ),
+    Cell("mixtral", "dp2-ep-allgather"),
+    *(Cell(family, "dp2-ep-vllm") for family in ("qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss")),
+    Cell("qwen3_moe", "tp2-ep-vllm", compiled=True),
+    Cell("deepseek_v2", "dp2-ep", compiled=True),
+    Cell("qwen2_moe", "tp2-ep-named", compiled=True),
+    Cell("olmoe", "single", compiled=True),
     Cell("qwen2_moe", "dp2-tp2-ep", compiled=True),
     Cell("deepseek_v2", "dp2-ep-allgather"),
     Cell("olmoe", "tp2"),

@@ -16,6 +16,7 @@ if vllm_version(sys.executable)[:2] == (0, 11):
 
 MAX_TOKENS = 24
 PROMPTS = default_prompts(8, seed=0)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_all_to_all"
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +44,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[lis
         return json.loads(done.stdout)
 
     return ask
+
+
+@pytest.fixture
+def installed_example(tmp_path: Path) -> Path:
+    """A folder that the example was installed into."""
+    source, target = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    for file in ("pyproject.toml", "example_broadcast.py"):  # building leaves files beside the source
+        (source / file).write_text((EXAMPLE / file).read_text())
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(target), str(source)], check=True, capture_output=True)
+    return target

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.cells import EP, NAMED_LOCAL, SETTINGS_ON
+from tests.serving.cells import DEEPSEEK_EAGER, EP, LATENT_ATTENTION, NAMED_LOCAL, SETTINGS_ON
 from tests.serving.conftest import MAX_TOKENS, PROMPTS
 from vllm_moe_modular.testing.serving import Server, ServerError, free_port
 
@@ -22,7 +22,7 @@ ON = {"VLLM_MOE_MODULAR": "1"}
 EAGER = "--enforce-eager"
 DP2 = ("-dp", "2", "--api-server-count", "1", EP, EAGER)
 TP2 = ("-tp", "2", EP, EAGER)
-DEEPSEEK = ("-cc", '{"custom_ops":["all","-rotary_embedding"]}')
+DEEPSEEK = (*LATENT_ATTENTION, *DEEPSEEK_EAGER)
 
 Make = Callable[..., Path]
 Expect = Callable[[Path], list[list[int]]]
@@ -105,6 +105,7 @@ def test_auto_on_one_process_leaves_the_layers_to_vllm_and_says_so_once(checkpoi
     assert "vLLM's own CPU kernel is faster" in line
 
 
+@pytest.mark.full
 def test_off_gives_the_tokens_of_hugging_face(checkpoint: Make, expected: Expect) -> None:
     model = checkpoint("qwen3_moe")
     with Server(model, EAGER) as server:
@@ -194,12 +195,14 @@ def test_a_method_without_a_modular_form_is_left_alone_in_a_mixed_model(
     assert "1 MoE layer (model.layers.1.mlp.experts): run on local + torch" in log
 
 
+@pytest.mark.full
 def test_three_experts_on_two_ranks(checkpoint: Make, expected: Expect) -> None:
     model = checkpoint("qwen3_moe", experts=3)
     with Server(model, *TP2, env={**SETTINGS_ON, "VLLM_MOE_MODULAR_ALL2ALL": "torch"}) as server:
         assert server.complete(PROMPTS, MAX_TOKENS) == expected(model)
 
 
+@pytest.mark.full
 def test_round_robin_placement_is_honoured(checkpoint: Make, expected: Expect) -> None:
     model = checkpoint("deepseek_v3")
     args = (*TP2, *DEEPSEEK, "--expert-placement-strategy", "round_robin")
@@ -235,17 +238,20 @@ def test_an_unknown_variable_stops_before_anything_is_loaded(checkpoint: Make, t
     assert "VLLM_MOE_MODULAR_EXPERT is not known; did you mean VLLM_MOE_MODULAR_EXPERTS?" in log
 
 
-def test_a_rank_configured_differently_stops_both_with_the_field(checkpoint: Make, tmp_path: Path) -> None:
-    """Two nodes of one data-parallel deployment, on one machine, with different variables."""
-    rpc = str(free_port())
+def logs_of_two_nodes_that_fail(
+    model: Path, folder: Path, *, env: dict[str, str], other_env: dict[str, str]
+) -> tuple[str, str]:
+    """Two nodes of one data-parallel deployment, on one machine, whose variables differ."""
+    rpc, head_log, other_log = str(free_port()), folder / "head.log", folder / "other.log"
     args = ("-dp", "2", "-dpl", "1", "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", rpc, EP, EAGER)
-    model, env = checkpoint("qwen3_moe"), {**ON, "VLLM_MOE_MODULAR_TIMEOUT_S": "60"}
-    head = Server(model, *args, env=env, log_path=tmp_path / "head.log")
-    other_env = {**head.environment, "VLLM_MOE_MODULAR_ALL2ALL": "allgather"}
+    head = Server(model, *args, env={**ON, "VLLM_MOE_MODULAR_TIMEOUT_S": "60", **env}, log_path=head_log)
     headless = [*head.command, "--headless", "--data-parallel-start-rank", "1"]
-    other_log = tmp_path / "other.log"
+    # Not what only the head is given: that is the difference.
+    environment = {k: v for k, v in head.environment.items() if k not in env} | other_env
     with other_log.open("wb") as log:
-        other = subprocess.Popen(headless, env=other_env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        other = subprocess.Popen(
+            headless, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         with pytest.raises(ServerError), head:
             pass
@@ -253,9 +259,24 @@ def test_a_rank_configured_differently_stops_both_with_the_field(checkpoint: Mak
     finally:
         if other.poll() is None:
             os.killpg(other.pid, signal.SIGKILL)
-    says = 'all2all: "auto" on ranks [0], "allgather" on ranks [1]'
-    assert says in (tmp_path / "head.log").read_text()
-    assert says in other_log.read_text()
+    return head_log.read_text(), other_log.read_text()
+
+
+def test_a_rank_configured_differently_stops_both_with_the_field(checkpoint: Make, tmp_path: Path) -> None:
+    other_env = {"VLLM_MOE_MODULAR_ALL2ALL": "allgather"}
+    for log in logs_of_two_nodes_that_fail(checkpoint("qwen3_moe"), tmp_path, env={}, other_env=other_env):
+        assert 'all2all: "auto" on ranks [0], "allgather" on ranks [1]' in log
+
+
+@pytest.mark.full
+def test_a_rank_without_the_package_of_a_named_part_stops_both(
+    checkpoint: Make, tmp_path: Path, installed_example: Path
+) -> None:
+    named = {"VLLM_MOE_MODULAR_ALL2ALL": "example_broadcast"}
+    head_env = {**named, "PYTHONPATH": str(installed_example)}
+    for log in logs_of_two_nodes_that_fail(checkpoint("qwen3_moe"), tmp_path, env=head_env, other_env=named):
+        assert "all-to-all 'example_broadcast' was asked for and is not known on ranks [1]" in log
+        assert "install the package that brings it on every rank" in log
 
 
 def in_a_process(code: str, env: dict[str, str]) -> str:

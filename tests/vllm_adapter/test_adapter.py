@@ -25,6 +25,7 @@ SINGLE = Problem(num_experts=4, num_local_experts=4, top_k=2, hidden=8, intermed
 class Layer(MoELayer):
     activation = Activation(kind=ActivationKind.SILU)
     ranks = Ranks(0, 1, 0, 1, False)
+    device = torch.device("cpu")
     expert_map = None
     router_weight_on_input = False
 
@@ -49,6 +50,7 @@ class Layer(MoELayer):
 
 class Adapter(adapter.Adapter):
     patches = ()
+    profile_misses_set_up = False
 
     def layer(self, module: Any) -> None: ...
 

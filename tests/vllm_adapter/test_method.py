@@ -49,6 +49,9 @@ class Recorder(PrepareAndFinalize[None]):
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
 
+    def most_rows(self, max_tokens_per_rank: int) -> int:
+        return max_tokens_per_rank
+
     def prepare(self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor, **more: Any):  # type: ignore[no-untyped-def]
         self.seen.append((x_TH.shape[0], more["max_tokens_per_rank"]))
         return Dispatched(StandardRows(x_TH, topk_ids_TK, topk_weights_TK), None)

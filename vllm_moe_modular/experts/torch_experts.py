@@ -1,4 +1,6 @@
-"""Unquantised experts of the standard format in plain torch, one expert after the other.
+"""Experts of the standard format in plain torch, one expert after the other.
+
+Weights in fp8 are turned into the dtype of the rows one expert at a time; nothing else is quantised.
 
 Letters: R rows, K top-k, S = R * K slots, H hidden, F expert intermediate, E local experts, N rows of one expert.
 """
@@ -13,6 +15,7 @@ from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import ShapeError, UnsupportedError
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights, PermuteExpertsUnpermute
+from vllm_moe_modular.modular.fp8 import dequantized, require_scales
 from vllm_moe_modular.modular.prepare_finalize import Rows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 
@@ -43,6 +46,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         workspace: Sequence[torch.Tensor],  # noqa: ARG002 - torch allocates
         weight_and_reduce_by: WeightAndReduceBy,
         router_weight_on_input: bool,
+        out_RH: torch.Tensor | None = None,  # noqa: ARG002 - the sum is in float32, and copied anyway
     ) -> torch.Tensor:
         """See `PermuteExpertsUnpermute.apply`. Slots with an id below 0 or past the last local expert are left out.
 
@@ -50,14 +54,15 @@ class TorchExperts(PermuteExpertsUnpermute):
         uninitialised behind an id of -1; no weight is applied, to the input neither.
 
         Raises:
-            ShapeError: the rows are not of the weights' hidden size.
-            UnsupportedError: the rows are batched.
+            ShapeError: the rows are not of the weights' hidden size; scales do not fit the weights.
+            UnsupportedError: the rows are batched; weights in float8_e4m3fn have no scales, or others have.
         """
         if not isinstance(rows, StandardRows):
             raise UnsupportedError("the batched format in the torch experts", instead="use the triton_batched experts")
         (R, H), K, E = rows.x.shape, rows.topk_ids.shape[1], weights.w13.shape[0]
         if weights.w13.shape[2] != H:
             raise ShapeError("x", want=("R", "H"), values={"R": R, "H": weights.w13.shape[2]}, got=rows.x.shape)
+        require_scales(weights, "the torch experts")
         by_experts = weight_and_reduce_by is WeightAndReduceBy.EXPERTS
         accumulate = torch.float64 if rows.x.dtype == torch.float64 else torch.float32
         out = rows.x.new_zeros((R, H), dtype=accumulate) if by_experts else rows.x.new_empty((R * K, H))
@@ -79,9 +84,13 @@ class TorchExperts(PermuteExpertsUnpermute):
 
     def _expert(self, x_NH: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
         bias13, bias2 = weights.w13_bias, weights.w2_bias
-        h = linear(x_NH, weights.w13[expert], None if bias13 is None else bias13[expert])
+        scale13, scale2 = weights.w13_scale, weights.w2_scale
+        w13, w2 = weights.w13[expert], weights.w2[expert]
+        if scale13 is not None and scale2 is not None:
+            w13, w2 = dequantized(w13, scale13[expert], x_NH.dtype), dequantized(w2, scale2[expert], x_NH.dtype)
+        h = linear(x_NH, w13, None if bias13 is None else bias13[expert])
         a_NF = activate(h, self._activation)
-        return linear(a_NF, weights.w2[expert], None if bias2 is None else bias2[expert])
+        return linear(a_NF, w2, None if bias2 is None else bias2[expert])
 
 
 def activate(h: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -1,7 +1,11 @@
-"""Unquantised experts of the standard format in Triton: four launches for a batch, two for one or a few rows.
+"""Experts of the standard format in Triton: four launches for a batch, two for one or a few rows.
 
     a batch: align_rows, grouped_gemm_gated, grouped_gemm_down, weighted_topk_sum
+    in fp8: align_rows, quantize_fp8, grouped_gemm_gated_fp8, grouped_gemm_down_fp8, weighted_topk_sum
     few rows: small_batch_gated, small_batch_down
+
+With weights in fp8 a batch's rows and activated rows are quantised too, per row and 128 columns; a few rows stay as
+they are, for their time is that of reading the weights.
 
 Letters: R rows, K top-k, S = R * K slots, H hidden, F expert intermediate, E local experts.
 """
@@ -18,13 +22,17 @@ from vllm_moe_modular.kernels.gated_activation import GatedActivation
 from vllm_moe_modular.kernels.gather_rows import gather_rows
 from vllm_moe_modular.kernels.gemm_tiles import GemmTiles, choose_tiles
 from vllm_moe_modular.kernels.grouped_gemm_down import grouped_gemm_down
+from vllm_moe_modular.kernels.grouped_gemm_down_fp8 import grouped_gemm_down_fp8
 from vllm_moe_modular.kernels.grouped_gemm_gated import grouped_gemm_gated
+from vllm_moe_modular.kernels.grouped_gemm_gated_fp8 import grouped_gemm_gated_fp8
 from vllm_moe_modular.kernels.launch import has_dependent_launch, shared_memory_bytes, takes_descriptor
+from vllm_moe_modular.kernels.quantize_fp8 import Fp8Rows, quantize_fp8
 from vllm_moe_modular.kernels.small_batch_down import small_batch_down
 from vllm_moe_modular.kernels.small_batch_gated import small_batch_gated
 from vllm_moe_modular.kernels.weighted_topk_sum import weighted_topk_sum
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ExpertWeights, PermuteExpertsUnpermute
+from vllm_moe_modular.modular.fp8 import BLOCK, require_scales
 from vllm_moe_modular.modular.prepare_finalize import Rows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.modular.workspace import BufferSpec
@@ -69,15 +77,23 @@ class TritonExperts(PermuteExpertsUnpermute):
         return cls(context.require_activation())
 
     def workspace(self, rows: Rows, weights: ExpertWeights) -> Sequence[BufferSpec]:
-        """The activated rows (where the result goes once they are used up), the expert rows, indices."""
+        """The activated rows (where the result goes once they are used up), the expert rows, indices.
+
+        The rows in fp8 lie where the expert rows come, which are written when they are used up.
+        """
         rows = _standard(rows)
         R, K = rows.topk_ids.shape
         E, H, F = weights.w2.shape
         if is_small_batch(R, K, E):
             return (BufferSpec((R * K, F), rows.x.dtype), BufferSpec((R, H), rows.x.dtype))
+        activated, expert_rows = R * K * F, R * K * H
+        if weights.w13_scale is not None:
+            itemsize = rows.x.element_size()
+            activated = -(-Fp8Rows.nbytes(R * K, F) // itemsize)
+            expert_rows = max(expert_rows, -(-Fp8Rows.nbytes(R * K, H) // itemsize))
         return (
-            BufferSpec((max(R * K * F, R * H),), rows.x.dtype),
-            BufferSpec((R * K, H), rows.x.dtype),
+            BufferSpec((max(activated, R * H),), rows.x.dtype),
+            BufferSpec((expert_rows,), rows.x.dtype),
             BufferSpec((scratch_ints(R * K, E, self._tiles_for(rows, weights).block_rows),), torch.int32),
         )
 
@@ -89,13 +105,14 @@ class TritonExperts(PermuteExpertsUnpermute):
         workspace: Sequence[torch.Tensor],
         weight_and_reduce_by: WeightAndReduceBy,
         router_weight_on_input: bool,
+        out_RH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `PermuteExpertsUnpermute.apply`; weights and sums over top-k itself.
 
         Raises:
-            UnsupportedError: the weighted sum was left to finalize; the weights are not contiguous, or of another dtype
-                than the rows.
-            ShapeError: the weights are not of the rows' hidden size, or not of each other's.
+            UnsupportedError: the weighted sum was left to finalize; the weights are not contiguous, or neither of the
+                rows' dtype nor float8_e4m3fn with scales; blocks with scales hold gates and ups.
+            ShapeError: the weights are not of the rows' hidden size, or not of each other's; scales do not fit them.
         """
         rows = _standard(rows)
         if weight_and_reduce_by is not WeightAndReduceBy.EXPERTS:
@@ -106,35 +123,52 @@ class TritonExperts(PermuteExpertsUnpermute):
         R, K = rows.topk_ids.shape
         E, H, _ = weights.w2.shape
         _require_fitting(rows, weights)
+        if weights.w13_scale is not None and weights.w13_scale.dim() == 3:
+            _require_whole_blocks(weights, self._activation)
         if R == 0:
             return rows.x.new_empty((0, H))
-        run = self._small_batch if is_small_batch(R, K, E) else self._batch
-        return run(rows, weights, workspace, router_weight_on_input)
+        batch = self._batch if weights.w13_scale is None else self._batch_fp8
+        run = self._small_batch if is_small_batch(R, K, E) else batch
+        return run(rows, weights, workspace, router_weight_on_input, out_RH)
 
     def _small_batch(
-        self, rows: StandardRows, weights: ExpertWeights, workspace: Sequence[torch.Tensor], weight_on_input: bool
+        self,
+        rows: StandardRows,
+        weights: ExpertWeights,
+        workspace: Sequence[torch.Tensor],
+        weight_on_input: bool,
+        out_RH: torch.Tensor | None,
     ) -> torch.Tensor:
-        activated_SF, out_RH = workspace
+        activated_SF, scratch_RH = workspace
+        out_RH = scratch_RH if out_RH is None else out_RH
         pdl = has_dependent_launch(rows.x.device)
         ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
         small_batch_gated(
-            rows.x, weights.w13, ids, out_SF=activated_SF, activation=self._activation, bias=weights.w13_bias,
+            rows.x, weights.w13, ids, out_SF=activated_SF, activation=self._activation,
+            scale=weights.w13_scale, bias=weights.w13_bias,
             topk_weights_RK=topk_weights if weight_on_input else None, pdl=pdl,
         )  # fmt: skip
         small_batch_down(
             activated_SF, weights.w2, ids, None if weight_on_input else topk_weights,
-            out_RH=out_RH, bias=weights.w2_bias, pdl=pdl,
+            out_RH=out_RH, scale=weights.w2_scale, bias=weights.w2_bias, pdl=pdl,
         )  # fmt: skip
         return out_RH
 
     def _batch(
-        self, rows: StandardRows, weights: ExpertWeights, workspace: Sequence[torch.Tensor], weight_on_input: bool
+        self,
+        rows: StandardRows,
+        weights: ExpertWeights,
+        workspace: Sequence[torch.Tensor],
+        weight_on_input: bool,
+        out_RH: torch.Tensor | None,
     ) -> torch.Tensor:
         R, K = rows.topk_ids.shape
         E, H, F = weights.w2.shape
-        pool, y_SH, ints = workspace
+        pool, y_pool, ints = workspace
+        y_SH = y_pool.view(R * K, H)
         activated_SF = pool[: R * K * F].view(R * K, F)
-        out_RH = pool[: R * H].view(R, H)  # over the activated rows, which the down GEMM has used up by then
+        if out_RH is None:  # then over the activated rows, which the down GEMM has used up by then
+            out_RH = pool[: R * H].view(R, H)
         tiles = self._tiles_for(rows, weights)
         pdl = has_dependent_launch(rows.x.device)
         ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
@@ -156,6 +190,46 @@ class TritonExperts(PermuteExpertsUnpermute):
         )  # fmt: skip
         return out_RH
 
+    def _batch_fp8(
+        self,
+        rows: StandardRows,
+        weights: ExpertWeights,
+        workspace: Sequence[torch.Tensor],
+        weight_on_input: bool,
+        out_RH: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert weights.w13_scale is not None, "the fp8 path without w13_scale"
+        assert weights.w2_scale is not None, "the fp8 path without w2_scale"
+        R, K = rows.topk_ids.shape
+        E, H, F = weights.w2.shape
+        pool, y_pool, ints = workspace
+        y_SH = y_pool[: R * K * H].view(R * K, H)
+        activated = Fp8Rows.within(pool, R * K, F)
+        if out_RH is None:  # then over the activated rows, which the down GEMM has used up by then
+            out_RH = pool[: R * H].view(R, H)
+        tiles = self._tiles_for(rows, weights)
+        pdl = has_dependent_launch(rows.x.device)
+        ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
+        aligned = align_rows(ids, E, tiles.block_rows, scratch=ints, pdl=pdl)
+        x = Fp8Rows.within(y_pool, R * K, H)  # used up when the down GEMM writes its rows there
+        gather = tiles.gather_first and takes_descriptor(x.values)
+        if not gather:
+            x = Fp8Rows.within(y_pool, R, H)
+        quantize_fp8(rows.x, out=x, rows=aligned if gather else None, top_k=K, pdl=pdl)
+        grouped_gemm_gated_fp8(
+            x, weights.w13, weights.w13_scale, aligned, out=activated, top_k=K, activation=self._activation,
+            bias=weights.w13_bias, topk_weights_RK=topk_weights if weight_on_input else None,
+            block_rows=tiles.block_rows, tile=tiles.gated, gathered=gather, pdl=pdl,
+        )  # fmt: skip
+        grouped_gemm_down_fp8(
+            activated, weights.w2, weights.w2_scale, aligned, out_SH=y_SH, bias=weights.w2_bias,
+            block_rows=tiles.block_rows, tile=tiles.down, pdl=pdl,
+        )  # fmt: skip
+        weighted_topk_sum(
+            y_SH, ids, None if weight_on_input else topk_weights, num_experts=E, out_RH=out_RH, pdl=pdl
+        )  # fmt: skip
+        return out_RH
+
     def _tiles_for(self, rows: StandardRows, weights: ExpertWeights) -> GemmTiles:
         E, H, F = weights.w2.shape
         return self._tiles or choose_tiles(
@@ -163,7 +237,7 @@ class TritonExperts(PermuteExpertsUnpermute):
             num_experts=E,
             hidden=H,
             intermediate=F,
-            itemsize=rows.x.element_size(),
+            itemsize=weights.w13.element_size(),
             shared_memory_bytes=shared_memory_bytes(rows.x.device),
         )
 
@@ -181,8 +255,9 @@ def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:
         raise ShapeError("w13", want=("E", "2F", "H"), values={"E": E, "2F": 2 * F, "H": H}, got=weights.w13.shape)
     if rows.x.shape[1] != H:
         raise ShapeError("x", want=("R", "H"), values={"R": R, "H": H}, got=rows.x.shape)
+    require_scales(weights, "the triton experts")
     for name, w in (("w13", weights.w13), ("w2", weights.w2)):
-        if w.dtype != rows.x.dtype:
+        if w.dtype not in (rows.x.dtype, torch.float8_e4m3fn):
             raise UnsupportedError(
                 f"{name} in {w.dtype} with rows in {rows.x.dtype} in the triton experts",
                 instead="serve with --dtype set to that of the checkpoint, or use the torch experts",
@@ -191,3 +266,18 @@ def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:
             raise UnsupportedError(
                 f"{name} with strides {w.stride()} in the triton experts", instead="use the torch experts"
             )
+
+
+def _require_whole_blocks(weights: ExpertWeights, activation: GatedActivation) -> None:
+    """A block of 128 x 128 with one scale must not hold both gates and ups."""
+    F = weights.w2.shape[2]
+    if activation.interleaved:
+        raise UnsupportedError(
+            "w13 with gates and ups interleaved and a scale per 128 x 128 block in the triton experts",
+            instead="use the torch experts",
+        )
+    if F % BLOCK:
+        raise UnsupportedError(
+            f"an intermediate size of {F} with a scale per 128 x 128 block in the triton experts",
+            instead="use a multiple of 128 on each rank (a smaller tensor-parallel size), or the torch experts",
+        )

@@ -37,6 +37,12 @@ class GatedActivation:
 
 
 @triton.jit
+def _times_sigmoid(x, a, EXACT: tl.constexpr):
+    """x * sigmoid(a)."""
+    return tl.div_rn(x, 1.0 + tl.exp(-a)) if EXACT else x * tl.sigmoid(a)
+
+
+@triton.jit
 def gated_activation(
     gate,
     up,
@@ -45,20 +51,25 @@ def gated_activation(
     beta,
     NAME: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
+    EXACT: tl.constexpr = False,
 ):
-    """float32 in, float32 out."""
+    """float32 in, float32 out.
+
+    EXACT: for a result that is stored in float32. The division in `tl.sigmoid` is off by up to two units in the last
+    place, which no narrower type shows.
+    """
     if HAS_LIMIT:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
     if NAME == "silu":
-        activated = gate * tl.sigmoid(gate)
+        activated = _times_sigmoid(gate, gate, EXACT)
     elif NAME == "gelu":
         activated = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif NAME == "gelu_tanh":
         # (1 + tanh(a)) / 2 = sigmoid(2 a); 2 * sqrt(2 / pi) = 1.5957691216057308
-        activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        activated = _times_sigmoid(gate, 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), EXACT)
     else:
         tl.static_assert(NAME == "swiglu_oai", "unknown activation")
-        activated = gate * tl.sigmoid(alpha * gate)
+        activated = _times_sigmoid(gate, alpha * gate, EXACT)
         up += beta
     return activated * up

@@ -5,6 +5,9 @@ weights once: a block holds all rows of most experts, so that few weights are re
 multiprocessor stream at a time. Above, the matrix units decide: 128 x 256 products, one program per multiprocessor
 that loads for its next tile while it stores the last; and, where the products are long enough to pay for the copy, rows
 gathered beforehand, so that the copy engine can read them.
+
+In fp8 a step is 128 deep and an accumulator 128 wide, because a scale is. The first GEMM has two of them, gate and up;
+the second one or two.
 """
 
 from dataclasses import dataclass, replace
@@ -60,8 +63,13 @@ def choose_tiles(
     """Pure and CPU-testable; the launchers take no other decision.
 
     The limits were measured on an H200: benchmarks/notes_experts.md. Other devices get the same tiles, cut to fit.
+
+    Args:
+        itemsize: bytes of an element of the weights.
     """
     mean_rows = slots / num_experts
+    if itemsize == 1:
+        return _choose_fp8_tiles(mean_rows, intermediate=intermediate, room=shared_memory_bytes - _EPILOGUE_BYTES)
     if mean_rows >= 48:
         tiles = GemmTiles(
             block_rows=128,
@@ -108,6 +116,38 @@ def _cut(tile: GemmTile, *, block_rows: int, columns_per_output: int, room: int)
     while size(tile) > room and tile.block_columns > 16:
         tile = replace(tile, block_columns=tile.block_columns // 2)
     return tile
+
+
+def _choose_fp8_tiles(mean_rows: float, *, intermediate: int, room: int) -> GemmTiles:
+    if mean_rows >= 48:
+        tiles = GemmTiles(
+            block_rows=128,
+            gated=GemmTile(128, 128, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1),
+            down=GemmTile(256, 128, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1),
+            gather_first=mean_rows >= 192 and intermediate >= 1024,
+        )
+    elif mean_rows >= 24:
+        tiles = GemmTiles(
+            block_rows=64,
+            gated=GemmTile(128, 128, group_rows=1, num_warps=8, num_stages=4),
+            down=GemmTile(128, 128, group_rows=1, num_warps=4, num_stages=3),
+        )
+    else:
+        tiles = GemmTiles(
+            block_rows=32 if mean_rows > 8 else 16,
+            gated=GemmTile(128, 128, group_rows=1, num_warps=4, num_stages=3),
+            down=GemmTile(128, 128, group_rows=1, num_warps=4, num_stages=4),
+        )
+    rows = tiles.block_rows
+    return replace(
+        tiles,
+        gated=_cut_stages(tiles.gated, stage_bytes=(rows + 2 * tiles.gated.block_columns) * 128, room=room),
+        down=_cut_stages(tiles.down, stage_bytes=(rows + tiles.down.block_columns) * 128, room=room),
+    )
+
+
+def _cut_stages(tile: GemmTile, *, stage_bytes: int, room: int) -> GemmTile:
+    return replace(tile, num_stages=max(1, min(tile.num_stages, room // stage_bytes)))
 
 
 def _for_wide_elements(tiles: GemmTiles, *, hidden: int, intermediate: int) -> GemmTiles:

@@ -3,10 +3,14 @@
     [gate | up][s, :] = x[s // K, :] @ w13[ids[s]].T (* weight[s]) + w13_bias[ids[s]]
     y[s, f] = activation(gate[s, f], up[s, f])
 
+Weights in fp8 are scaled on their way into the sum, per block of 128 x 128, or after it, per output channel; the rows
+stay as they are.
+
 A slot whose id is below 0 or past the last expert is left alone. Weights are multiplied in float32: a matrix unit would
 be given 15 empty rows of 16. Rows that share an expert read it twice, the second time from L2.
 
-Shapes: R rows, K top-k, S = R * K slots, H hidden, F expert intermediate, E experts.
+Shapes: R rows, K top-k, S = R * K slots, H hidden, F expert intermediate, E experts;
+        G = H / 128 and J = F / 128, rounded up.
 Cost:   memory bound: S * 2F * H weights.
 Reference: vllm_moe_modular.reference.small_batch_gated.
 """
@@ -28,11 +32,18 @@ class Tile:
     num_stages: int
 
 
-def choose_tile(*, hidden: int) -> Tile:
+def choose_tile(*, hidden: int, itemsize: int = 2) -> Tile:
     """Pure and CPU-testable. Narrow, so that every multiprocessor streams several tiles at a time,
-    each with two steps in flight."""
-    block_h = min(512, max(16, triton.next_power_of_2(hidden)))
+    each with two steps in flight. fp8: twice as deep, and at least the depth of a scale."""
+    widest, least = (1024, 128) if itemsize == 1 else (512, 16)
+    block_h = min(widest, max(least, triton.next_power_of_2(hidden)))
     return Tile(block_f=4, block_h=block_h, num_warps=4, num_stages=3)
+
+
+@triton.jit
+def _each_128_times(scales, BLOCK_H: tl.constexpr):
+    """[BLOCK_H / 128] to [BLOCK_H]."""
+    return tl.broadcast_to(scales[:, None], [BLOCK_H // 128, 128]).reshape(BLOCK_H)
 
 
 @triton.jit
@@ -40,6 +51,7 @@ def _small_batch_gated_kernel(
     y_ptr,  # [S, F]
     x_ptr,  # [R, H]
     w_ptr,  # [E, 2F, H]
+    w_scale_ptr,  # [E, 2J, G], [E, 2F] or None
     bias_ptr,  # [E, 2F] or None
     ids_ptr,  # [S] int32 or int64
     topk_weights_ptr,  # [S] or None
@@ -54,6 +66,7 @@ def _small_batch_gated_kernel(
     ACTIVATION: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    SCALE_RANK: tl.constexpr,
     EVEN_H: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -64,7 +77,8 @@ def _small_batch_gated_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     tiles_f = tl.cdiv(F, BLOCK_F)
     s = tl.program_id(0) // tiles_f
-    f = tl.program_id(0) % tiles_f * BLOCK_F + tl.arange(0, BLOCK_F)
+    f0 = tl.program_id(0) % tiles_f * BLOCK_F
+    f = f0 + tl.arange(0, BLOCK_F)
     in_f = f < F
     e = tl.load(ids_ptr + s).to(tl.int64)
     if (e >= 0) & (e < E):
@@ -74,14 +88,27 @@ def _small_batch_gated_kernel(
         # int64 before the multiply: experts x intermediate x hidden passes 2**31.
         gate_ptrs = w_ptr + (e * 2 * F + gate_at)[:, None] * H + h[None, :]
         up_ptrs = w_ptr + (e * 2 * F + up_at)[:, None] * H + h[None, :]
+        if SCALE_RANK == 3:
+            # BLOCK_F divides 128: one scale for all columns of the program.
+            g = tl.arange(0, BLOCK_H // 128)
+            gate_scale_ptrs = w_scale_ptr + (e * 2 * (F // 128) + f0 // 128) * tl.cdiv(H, 128) + g
+            up_scale_ptrs = gate_scale_ptrs + F // 128 * tl.cdiv(H, 128)
         gates = tl.zeros([BLOCK_F, BLOCK_H], dtype=tl.float32)
         ups = tl.zeros([BLOCK_F, BLOCK_H], dtype=tl.float32)
         for h0 in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):
             in_w = in_f[:, None] if EVEN_H else in_f[:, None] & (h0 + h < H)[None, :]
-            x = tl.load(x_ptrs + h0, mask=h0 + h < H, other=0.0).to(tl.float32)[None, :]
-            gates += x * tl.load(gate_ptrs + h0, mask=in_w, other=0.0).to(tl.float32)
-            ups += x * tl.load(up_ptrs + h0, mask=in_w, other=0.0).to(tl.float32)
+            x = tl.load(x_ptrs + h0, mask=h0 + h < H, other=0.0).to(tl.float32)
+            x_gate, x_up = x, x
+            if SCALE_RANK == 3:
+                in_g = h0 + g * 128 < H
+                x_gate *= _each_128_times(tl.load(gate_scale_ptrs + h0 // 128, mask=in_g, other=0.0), BLOCK_H)
+                x_up *= _each_128_times(tl.load(up_scale_ptrs + h0 // 128, mask=in_g, other=0.0), BLOCK_H)
+            gates += x_gate[None, :] * tl.load(gate_ptrs + h0, mask=in_w, other=0.0).to(tl.float32)
+            ups += x_up[None, :] * tl.load(up_ptrs + h0, mask=in_w, other=0.0).to(tl.float32)
         gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
+        if SCALE_RANK == 2:
+            gate *= tl.load(w_scale_ptr + e * 2 * F + gate_at, mask=in_f, other=0.0)
+            up *= tl.load(w_scale_ptr + e * 2 * F + up_at, mask=in_f, other=0.0)
         if topk_weights_ptr is not None:
             weight = tl.load(topk_weights_ptr + s)
             gate *= weight
@@ -89,7 +116,8 @@ def _small_batch_gated_kernel(
         if bias_ptr is not None:
             gate += tl.load(bias_ptr + e * 2 * F + gate_at, mask=in_f, other=0.0).to(tl.float32)
             up += tl.load(bias_ptr + e * 2 * F + up_at, mask=in_f, other=0.0).to(tl.float32)
-        y = gated_activation(gate, up, limit, alpha, beta, ACTIVATION, HAS_LIMIT)
+        EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+        y = gated_activation(gate, up, limit, alpha, beta, ACTIVATION, HAS_LIMIT, EXACT)
         tl.store(y_ptr + s.to(tl.int64) * F + f, y.to(y_ptr.dtype.element_ty), mask=in_f)
 
 
@@ -100,6 +128,7 @@ def small_batch_gated(
     *,
     out_SF: torch.Tensor,
     activation: GatedActivation,
+    scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     topk_weights_RK: torch.Tensor | None = None,
     tile: Tile | None = None,
@@ -109,22 +138,25 @@ def small_batch_gated(
 
     Args:
         x_RH: [R, H], rows contiguous.
-        w13: [E, 2F, H], contiguous.
+        w13: [E, 2F, H], contiguous; of the dtype of `x_RH`, or float8_e4m3fn with a `scale`.
         topk_ids_RK: [R, K], contiguous.
         out_SF: [S, F], contiguous, dtype of `x_RH`; rounded to once.
+        scale: [E, 2F/128, H/128 rounded up] float32, where F is a multiple of 128 and gates and ups are packed; or
+            [E, 2F]; None: unquantised.
         bias: [E, 2F] or None.
         topk_weights_RK: [R, K] float32, to multiply the input with; None: not here.
         pdl: let the next kernel be launched early; it has to wait for this one itself.
     """
     E, two_f, H = w13.shape
     F = two_f // 2
-    tile = tile or choose_tile(hidden=H)
+    tile = tile or choose_tile(hidden=H, itemsize=w13.element_size())
     grid = (topk_ids_RK.numel() * triton.cdiv(F, tile.block_f),)
     _small_batch_gated_kernel[grid](
-        out_SF, x_RH, w13, bias, topk_ids_RK, topk_weights_RK,
+        out_SF, x_RH, w13, scale, bias, topk_ids_RK, topk_weights_RK,
         activation.limit or 0.0, activation.alpha, activation.beta,
         x_RH.stride(0), H, F, E,
         K=topk_ids_RK.shape[1], ACTIVATION=activation.name, HAS_LIMIT=activation.limit is not None,
-        INTERLEAVED=activation.interleaved, EVEN_H=H % tile.block_h == 0, BLOCK_F=tile.block_f,
+        INTERLEAVED=activation.interleaved, SCALE_RANK=0 if scale is None else scale.dim(),
+        EVEN_H=H % tile.block_h == 0, BLOCK_F=tile.block_f,
         BLOCK_H=tile.block_h, NUM_STAGES=tile.num_stages, PDL=pdl, num_warps=tile.num_warps,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
     out[r, :] = sum over k with 0 <= topk_ids[r, k] < E of topk_weights[r, k] * y[r, k, :]
 
+`positions`, where given, say in which row of y that is: y[positions[r, k], :].
+
 What lies behind an id that is not here, row and weight, is never read.
 
 Shapes: R rows, K top-k, H hidden, E experts.
@@ -32,9 +34,10 @@ def choose_tile(rows: int, hidden: int) -> Tile:
 @triton.jit
 def _weighted_topk_sum_kernel(
     out_ptr,  # [R, H]
-    y_ptr,  # [R, K, H]
+    y_ptr,  # [R, K, H], or [P, H] with positions
     ids_ptr,  # [R, K] int32 or int64
     weights_ptr,  # [R, K] float32, or None
+    positions_ptr,  # [R, K] int32, or None
     H,
     E,
     K: tl.constexpr,
@@ -52,8 +55,11 @@ def _weighted_topk_sum_kernel(
     for k in tl.static_range(K):
         e = tl.load(ids_ptr + r * K + k)
         here = (e >= 0) & (e < E)
+        row = r * K + k
+        if positions_ptr is not None:
+            row = tl.load(positions_ptr + row, mask=here, other=0).to(tl.int64)
         # A masked load, not a branch, so that all K loads are in flight; what is not here is not read.
-        term = tl.load(y_ptr + (r * K + k) * H + h, mask=in_h & here, other=0.0).to(tl.float32)
+        term = tl.load(y_ptr + row * H + h, mask=in_h & here, other=0.0).to(tl.float32)
         if weights_ptr is not None:
             term *= tl.load(weights_ptr + r * K + k, mask=here, other=0.0)
         acc += term
@@ -67,16 +73,19 @@ def weighted_topk_sum(
     *,
     num_experts: int,
     out_RH: torch.Tensor,
+    positions: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Accumulates in float32, rounds once to the dtype of `out_RH`, writes every element of it.
 
     Args:
-        y_SH: [R * K, H], contiguous; rows of slots that are not here may be uninitialised.
+        y_SH: [R * K, H], contiguous, or of as many rows as there are positions to point at; rows of slots that are
+            not here may be uninitialised.
         topk_ids_RK: [R, K], contiguous.
         topk_weights_RK: [R, K] float32, contiguous; None: the sum is unweighted.
         num_experts: ids from here on are left out, as are ids below 0.
         out_RH: [R, H], contiguous.
+        positions: [R * K] int32, the row of each slot that is here; None: slot after slot.
         pdl: start early and wait inside for the kernel before.
     """
     R, K = topk_ids_RK.shape
@@ -84,7 +93,7 @@ def weighted_topk_sum(
     tile = choose_tile(R, H)
     grid = (R * triton.cdiv(H, tile.block_h),)
     _weighted_topk_sum_kernel[grid](
-        out_RH, y_SH, topk_ids_RK, topk_weights_RK, H, num_experts,
+        out_RH, y_SH, topk_ids_RK, topk_weights_RK, positions, H, num_experts,
         K=K, BLOCK_H=tile.block_h, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
     )  # fmt: skip
 

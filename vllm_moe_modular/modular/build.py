@@ -22,6 +22,7 @@ class BuildContext:
         capacity_tokens: the most tokens that this rank brings to one step.
         activation: between the two GEMMs; None where vLLM's name for it has no counterpart here.
         low_latency_tokens: tokens per rank and round of low-latency transports.
+        layer: the server's own object of the layer, for a part that was registered with `per_layer`; else None.
     """
 
     device: torch.device
@@ -34,6 +35,13 @@ class BuildContext:
     capacity_tokens: int
     activation: Activation | None
     low_latency_tokens: int
+    layer: object | None = None
+
+    def require_layer(self) -> object:
+        """The server's layer, for a part that reuses what it has."""
+        if self.layer is None:
+            raise ValueError("these experts run a server's layer; give BuildContext the layer")
+        return self.layer
 
     def require_group(self) -> RankGroup:
         """The group, for a part that cannot do without one."""

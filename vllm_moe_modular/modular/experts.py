@@ -101,6 +101,7 @@ class PermuteExpertsUnpermute(ABC):
         workspace: Sequence[torch.Tensor],
         weight_and_reduce_by: WeightAndReduceBy,
         router_weight_on_input: bool,
+        out_RH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the experts.
 
@@ -111,6 +112,8 @@ class PermuteExpertsUnpermute(ABC):
             weight_and_reduce_by: one of those declared. EXPERTS: apply the router's weights and sum over top-k.
             router_weight_on_input: the weights multiply the input of the experts instead of their output. Only with
                 EXPERTS; with FINALIZE whoever dispatched has applied them.
+            out_RH: [R, H], not overlapping anything else; with EXPERTS the result may be written here and returned,
+                which saves a copy.
 
         Returns:
             EXPERTS: [R, H]; FINALIZE: [R, K, H] (standard) or [E, C, H] (batched). Dtype of `rows.x`.

@@ -5,9 +5,10 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import IncompatiblePartsError, ShapeError
 from vllm_moe_modular.modular.experts import ExpertWeights, PermuteExpertsUnpermute
-from vllm_moe_modular.modular.prepare_finalize import PrepareAndFinalize, Rows
+from vllm_moe_modular.modular.prepare_finalize import BatchedRows, PrepareAndFinalize, Rows, StandardRows
 from vllm_moe_modular.modular.workspace import Allocate
 
 
@@ -86,6 +87,31 @@ class ModularKernel:
         """The dtype that the router should give topk_ids in; `apply` casts what differs."""
         return self.prepare_finalize.topk_indices_dtype or self.experts.topk_indices_dtype
 
+    def workspace_bytes(
+        self, weights: ExpertWeights, *, max_tokens_per_rank: int, top_k: int, dtype: torch.dtype
+    ) -> int:
+        """The scratch memory that the experts take in the largest step of up to `max_tokens_per_rank` tokens.
+
+        Args:
+            top_k: of the layer.
+            dtype: of the activations.
+        """
+        most = self.prepare_finalize.most_rows(max_tokens_per_rank)
+        # Experts treat few rows differently, so that the most rows need not take the most memory.
+        steps = {most, *(2**i for i in range(most.bit_length()))}
+        rows_of_steps = [self._empty_rows(weights, R, top_k=top_k, dtype=dtype) for R in steps]
+        return max(sum(s.nbytes for s in self.experts.workspace(rows, weights)) for rows in rows_of_steps)
+
+    def _empty_rows(self, weights: ExpertWeights, R: int, *, top_k: int, dtype: torch.dtype) -> Rows:
+        """Rows of the right shapes without memory of their own."""
+        E, H, _ = weights.w2.shape
+        x_H = weights.w2.new_empty(H, dtype=dtype)
+        if self.experts.activation_format is ActivationFormat.BATCHED:
+            return BatchedRows(x_H.expand(E, R, H), weights.w2.new_empty(E, dtype=torch.int32))
+        ids_K = weights.w2.new_empty(top_k, dtype=self.experts.topk_indices_dtype or torch.int32)
+        weights_K = weights.w2.new_empty(top_k, dtype=torch.float32)
+        return StandardRows(x_H.expand(R, H), ids_K.expand(R, top_k), weights_K.expand(R, top_k))
+
     def apply(
         self,
         x_TH: torch.Tensor,
@@ -153,15 +179,16 @@ class ModularKernel:
         )
         rows = dispatched.rows.with_ids_as(self.experts.topk_indices_dtype)
         mark("prepare", rows)
+        out_TH = torch.empty_like(x_TH)
         y = self.experts.apply(
             rows,
             weights,
             workspace=self._allocate(self.experts.workspace(rows, weights)),
             weight_and_reduce_by=by,
             router_weight_on_input=router_weight_on_input,
+            out_RH=out_TH if self.prepare_finalize.rows_are_tokens else None,
         )
         mark("experts")
-        out_TH = torch.empty_like(x_TH)
         wait = self.prepare_finalize.finalize_async(y, dispatched.ticket, out_TH=out_TH)
         mark("send home")
         try:

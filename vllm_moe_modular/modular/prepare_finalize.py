@@ -83,11 +83,21 @@ class PrepareAndFinalize(ABC, Generic[TicketT]):
     output_is_reduced: ClassVar[bool] = True
     """Whether the output holds the experts of all ranks; False: somebody still has to add it up over the ranks."""
 
+    rows_are_tokens: ClassVar[bool] = False
+    """Whether the rows are this rank's own tokens in their order: the experts may then write where finalize would."""
+
     traffic: Traffic | None = None
     """What was moved so far, where the host knows without asking the device; None: not counted."""
 
     supports_async: ClassVar[bool] = False
     """Whether finalize_async returns before the rows are back, so that other work can run meanwhile."""
+
+    @abstractmethod
+    def most_rows(self, max_tokens_per_rank: int) -> int:
+        """The most rows that `prepare` hands to the experts of this rank in a step of that bound.
+
+        The experts' scratch memory is reserved for as many: R in the standard format, C in the batched format.
+        """
 
     @abstractmethod
     def prepare(

@@ -75,6 +75,10 @@ class AllGatherPrepareAndFinalize(PrepareAndFinalize[AllGatherTicket]):
         """For layers with this placement."""
         return cls(group=context.require_group(), placement=context.placement, device=context.device)
 
+    def most_rows(self, max_tokens_per_rank: int) -> int:
+        """All tokens of all ranks, padded."""
+        return self._group.size * max(max_tokens_per_rank, 1)
+
     def prepare(
         self,
         x_TH: torch.Tensor,

@@ -37,6 +37,7 @@ class LocalPrepareAndFinalize(PrepareAndFinalize[LocalTicket]):
     weight_and_reduce_by: ClassVar[WeightAndReduceBy] = WeightAndReduceBy.EXPERTS
     traffic: Traffic
     output_is_reduced: ClassVar[bool] = False
+    rows_are_tokens: ClassVar[bool] = True
 
     def __init__(self, *, placement: ExpertPlacement, rank: int, device: torch.device) -> None:
         check_ranks(placement, num_ranks=placement.num_ranks, rank=rank)
@@ -44,14 +45,17 @@ class LocalPrepareAndFinalize(PrepareAndFinalize[LocalTicket]):
         self._rank = rank
         here = local_ids_on(placement, rank)
         self._local_id_G = expert_table(here, device)
-        # On other devices than the CPU ids are not checked, so that the table has to keep bad ones out.
-        self._keeps_ids = here == list(range(placement.num_experts)) and device.type == "cpu"
+        self._keeps_ids = here == list(range(placement.num_experts))
         self.traffic = Traffic(placement.num_ranks)
 
     @classmethod
     def build(cls, context: BuildContext) -> "LocalPrepareAndFinalize":
         """For layers with this placement."""
         return cls(placement=context.placement, rank=context.rank, device=context.device)
+
+    def most_rows(self, max_tokens_per_rank: int) -> int:
+        """This rank's own tokens."""
+        return max_tokens_per_rank
 
     def prepare(
         self,
@@ -66,7 +70,7 @@ class LocalPrepareAndFinalize(PrepareAndFinalize[LocalTicket]):
 
         Raises:
             CapacityError: more tokens than `max_tokens_per_rank`.
-            ExpertIdError: on the CPU, an id past the last expert; elsewhere it counts as -1.
+            ExpertIdError: on the CPU, an id past the last expert; elsewhere the experts leave it out, as they do -1.
         """
         G = self._placement.num_experts
         check_step(topk_ids_TK, num_experts=G, max_tokens_per_rank=max_tokens_per_rank, rank=self._rank, part="local")
@@ -76,5 +80,6 @@ class LocalPrepareAndFinalize(PrepareAndFinalize[LocalTicket]):
         return Dispatched(StandardRows(x_TH, ids_TK, topk_weights_TK), LocalTicket())
 
     def finalize(self, y: torch.Tensor, ticket: LocalTicket, *, out_TH: torch.Tensor) -> None:  # noqa: ARG002
-        """Copy `y`, which holds this rank's share of the sum. See `PrepareAndFinalize.finalize`."""
-        out_TH.copy_(y)
+        """Copy `y`, this rank's share of the sum, if it is not there yet. See `PrepareAndFinalize.finalize`."""
+        if y is not out_TH:
+            out_TH.copy_(y)

@@ -195,6 +195,10 @@ class NvlinkPrepareAndFinalize(PrepareAndFinalize[NvlinkTicket]):
             timeout_s=group.timeout_s,
         )
 
+    def most_rows(self, max_tokens_per_rank: int) -> int:
+        """As many rows of every rank as the fullest one sends."""
+        return self._buffers.shape.ranks * max(max_tokens_per_rank, 1)
+
     def prepare(
         self,
         x_TH: torch.Tensor,

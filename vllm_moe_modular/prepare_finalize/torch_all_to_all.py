@@ -83,6 +83,10 @@ class TorchPrepareAndFinalize(PrepareAndFinalize[TorchTicket]):
         """For layers with this placement."""
         return cls(group=context.require_group(), placement=context.placement, device=context.device)
 
+    def most_rows(self, max_tokens_per_rank: int) -> int:
+        """All tokens of all ranks, should each have an expert here."""
+        return self._group.size * max_tokens_per_rank
+
     def prepare(
         self,
         x_TH: torch.Tensor,

@@ -5,6 +5,7 @@ import math
 import torch
 
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
+from vllm_moe_modular.modular.fp8 import dequantized
 
 
 def moe_layer(
@@ -43,13 +44,17 @@ def moe_layer(
 
 def expert(x_H: torch.Tensor, weights: ExpertWeights, e: int, activation: Activation) -> torch.Tensor:
     """w2 @ act(w13 @ x + w13_bias) + w2_bias of expert `e`: [H], float64."""
-    h = weights.w13[e].double() @ x_H
+    h = _of_expert(weights.w13, weights.w13_scale, e) @ x_H
     if weights.w13_bias is not None:
         h = h + weights.w13_bias[e].double()
-    y_H = weights.w2[e].double() @ activated(h, activation)
+    y_H = _of_expert(weights.w2, weights.w2_scale, e) @ activated(h, activation)
     if weights.w2_bias is not None:
         y_H = y_H + weights.w2_bias[e].double()
     return y_H
+
+
+def _of_expert(w: torch.Tensor, scale: torch.Tensor | None, e: int) -> torch.Tensor:
+    return w[e].double() if scale is None else dequantized(w[e], scale[e], torch.float64)
 
 
 def activated(h: torch.Tensor, activation: Activation) -> torch.Tensor:

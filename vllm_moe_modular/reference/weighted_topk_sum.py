@@ -4,7 +4,12 @@ import torch
 
 
 def weighted_topk_sum(
-    y_SH: torch.Tensor, topk_ids_RK: torch.Tensor, topk_weights_RK: torch.Tensor | None, *, num_experts: int
+    y_SH: torch.Tensor,
+    topk_ids_RK: torch.Tensor,
+    topk_weights_RK: torch.Tensor | None,
+    *,
+    num_experts: int,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[R, H]."""
     R, K = topk_ids_RK.shape
@@ -13,5 +18,6 @@ def weighted_topk_sum(
         for k in range(K):
             if 0 <= topk_ids_RK[r, k] < num_experts:
                 weight = 1 if topk_weights_RK is None else topk_weights_RK[r, k].to(y_SH.dtype)
-                out_RH[r] += weight * y_SH[r * K + k]
+                slot = r * K + k
+                out_RH[r] += weight * y_SH[slot if positions is None else int(positions[slot])]
     return out_RH

@@ -6,6 +6,8 @@ from vllm_moe_modular.selection.registry import Part, PartKind, Registry
 
 _BY_EXPERTS = frozenset({"experts"})
 
+_FP8 = ("fp8", "fp8 128x128", "compressed-tensors float8", "compressed-tensors float8 128x128")
+
 _GRAPH = "the host reads how many rows arrive"
 
 PARTS = (
@@ -69,13 +71,35 @@ PARTS = (
         summary="our own grouped GEMMs, activation in the epilogue, no host synchronisation",
         checks=(
             checks.replaceable,
-            checks.plain_weights,
+            checks.weights_one_of("none", *_FP8),
             checks.device_kind("cuda"),
             checks.dtype_one_of("bfloat16", "float16", "float32"),
             checks.activation_one_of("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave"),
         ),
         declines=(checks.not_on("cuda", "not yet compared with vLLM's kernels in a served model; name it to use it"),),
         requires=("triton",),
+        raw_weights=True,
+    ),
+    Part(
+        name="deep_gemm",
+        kind=PartKind.EXPERTS,
+        target="vllm_moe_modular.experts.deep_gemm_experts:DeepGemmExperts",
+        activation_format=ActivationFormat.STANDARD,
+        reduces=_BY_EXPERTS,
+        preference=30,
+        summary="DeepGEMM's grouped GEMMs for many rows, bf16 or fp8; compiles at start-up, needs nvcc",
+        checks=(
+            checks.replaceable,
+            checks.weights_one_of("none", "fp8 128x128"),
+            checks.device_kind("cuda"),
+            checks.compute_capability(90),
+            checks.dtype_one_of("bfloat16"),
+            checks.activation_one_of("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave"),
+            checks.no_bias,
+            checks.sizes_multiple_of(unquantized=64, quantized=128),
+        ),
+        declines=(checks.not_on("cuda", "not yet compared with vLLM's kernels in a served model; name it to use it"),),
+        requires=("triton", "vllm.third_party.deep_gemm or deep_gemm"),
         raw_weights=True,
     ),
     Part(
@@ -88,7 +112,7 @@ PARTS = (
         summary="plain torch; the CPU kernel and the reference for all others",
         checks=(
             checks.replaceable,
-            checks.plain_weights,
+            checks.weights_one_of("none", *_FP8),
             checks.activation_one_of(
                 "silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave",
                 "silu_no_mul", "gelu_no_mul", "relu2_no_mul",
@@ -100,6 +124,22 @@ PARTS = (
             checks.not_on("cuda", "far slower than vLLM's own kernels on a GPU; name it to use it as a reference"),
         ),
         raw_weights=True,
+    ),
+    Part(
+        name="vllm",
+        kind=PartKind.EXPERTS,
+        target="vllm_moe_modular.vllm_adapter.vllm_experts:VllmExperts",
+        activation_format=ActivationFormat.STANDARD,
+        reduces=_BY_EXPERTS,
+        preference=95,
+        summary="the kernel that vLLM chose for the layer's quant method, reused: every quantised checkpoint",
+        checks=(checks.replaceable, checks.vllm_experts_reusable),
+        declines=(
+            checks.only_with_expert_parallelism,
+            checks.not_on("cuda", "not yet compared with vLLM alone in a served model; name it to use it"),
+        ),
+        requires=("vllm",),
+        per_layer=True,
     ),
 )  # fmt: skip
 

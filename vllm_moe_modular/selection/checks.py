@@ -59,8 +59,63 @@ def plain_weights(problem: Problem, device: Device) -> str | None:  # noqa: ARG0
     if problem.irreplaceable:
         return None  # which says it all
     if problem.quant_scheme != "none":
-        return f"the weights are quantised ({problem.quant_scheme}); serve an unquantised checkpoint"
+        scheme = problem.quant_scheme
+        return f"the weights are quantised ({scheme}); use the vllm experts, or serve an unquantised checkpoint"
     return problem.weights_missing or None
+
+
+def weights_one_of(*schemes: str) -> Check:
+    """For experts that read the weights off the layer, unquantised ("none") or in other schemes."""
+
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        if problem.irreplaceable:
+            return None  # which says it all
+        if problem.quant_scheme not in schemes:
+            known = ", ".join("unquantised" if s == "none" else s for s in schemes)
+            return f"the weights are quantised ({problem.quant_scheme}), not one of {known}; serve such a checkpoint"
+        return problem.weights_missing or None
+
+    return check
+
+
+def no_bias(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For GEMMs of a library that adds none."""
+    return "the experts have biases, which it does not add; choose the triton experts" if problem.has_bias else None
+
+
+def sizes_multiple_of(unquantized: int, quantized: int) -> Check:
+    """Of the hidden and the intermediate size: what a block of the GEMMs' contraction needs."""
+
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        multiple = unquantized if problem.quant_scheme == "none" else quantized
+        sizes = {"hidden": problem.hidden, "intermediate": problem.intermediate}
+        if not (odd := [f"{name} size {size}" for name, size in sizes.items() if size % multiple]):
+            return None
+        return f"{' and '.join(odd)} on a rank: it takes multiples of {multiple}; choose other experts"
+
+    return check
+
+
+def compute_capability(*known: int) -> Check:
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        if device.kind != "cuda" or device.sm in known:
+            return None
+        names = ", ".join(f"{sm // 10}.{sm % 10}" for sm in known)
+        return f"compute capability {device.sm // 10}.{device.sm % 10} is not {names}, where it was tested"
+
+    return check
+
+
+def vllm_experts_reusable(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For `vllm`."""
+    return problem.vllm_experts or None
+
+
+def only_with_expert_parallelism(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """A reservation of `vllm`: without an all-to-all there is nothing to put its experts behind."""
+    if problem.ep_size == 1:
+        return "without expert parallelism vLLM runs the same kernel itself; name the part to run it here all the same"
+    return None
 
 
 def device_kind(kind: str) -> Check:

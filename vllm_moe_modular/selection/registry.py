@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from vllm_moe_modular.activation_format import ActivationFormat
@@ -33,8 +34,9 @@ class Part:
         summary: one line for tables.
         checks: reasons why it cannot run a problem.
         declines: reasons why `auto` leaves it out although it could run; who names the part gets it.
-        requires: top-level modules that must be importable.
+        requires: modules that must be importable; "a or b": one of them.
         raw_weights: needs the weights as the checkpoint stores them.
+        per_layer: is built for one layer and sees the server's object of it; else layers of one shape share an object.
         provided_by: the installed distribution that it came with.
     """
 
@@ -49,6 +51,7 @@ class Part:
     declines: tuple[Check, ...] = ()
     requires: tuple[str, ...] = ()
     raw_weights: bool = False
+    per_layer: bool = False
     provided_by: str = THIS_DISTRIBUTION
 
     @property
@@ -66,12 +69,22 @@ class Part:
 
     def missing_modules(self) -> tuple[str, ...]:
         """Of `requires`, what is not installed in this process."""
-        return tuple(m for m in self.requires if find_spec(m) is None)
+        return tuple(m for m in self.requires if not any(map(_is_installed, m.split(" or "))))
 
     def load(self) -> Any:
         """Import the class."""
         module, _, name = self.target.partition(":")
         return getattr(import_module(module), name)
+
+
+def _is_installed(module: str) -> bool:
+    """Whether it is there; looked for without importing the packages that it lies in, which may take seconds."""
+    top, *inner = module.split(".")
+    spec = find_spec(top)
+    if spec is None or not inner:
+        return spec is not None
+    places = [Path(place, *inner) for place in spec.submodule_search_locations or ()]
+    return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from vllm_moe_modular.errors import NoUsablePartError, SettingsError
@@ -20,7 +21,7 @@ from vllm_moe_modular.vllm_adapter.patches import Patch
 from vllm_moe_modular.vllm_adapter.report import Report
 from vllm_moe_modular.vllm_adapter.runtime import Plan, Runtime, logger
 
-_PLAN = "_moe_modular_plan"
+_PLAN = "_moe_modular_plan"  # kept with a layer
 
 
 class Adapter(ABC):
@@ -35,6 +36,7 @@ class Adapter(ABC):
         self.runtime = Runtime(settings)  # of the model that is being loaded
         self.vllm_config: Any = None  # of the model that is being loaded
         self._loads = 0
+        self._held_bytes = 0  # by what was built for the model, of memory that torch manages
 
     @property
     @abstractmethod
@@ -65,6 +67,11 @@ class Adapter(ABC):
     def current_config(self, vllm_config: Any) -> AbstractContextManager[Any]:
         """vLLM's context in which its modules may be constructed."""
 
+    @property
+    @abstractmethod
+    def profile_misses_set_up(self) -> bool:
+        """Whether vLLM's memory profile takes no notice of what torch allocated between the weights and the profile."""
+
     def load_model(self, original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
         """In the place of `Worker.load_model`: agree on the settings, load, then visit every MoE layer.
 
@@ -80,12 +87,15 @@ class Adapter(ABC):
         require_trace_folder(self.runtime.settings)
         agree_on_settings(self.runtime, self.expert_parallel_group(), load=self._loads)
         self._loads += 1
+        self._held_bytes = 0
         self.vllm_config = worker.vllm_config
         original(worker, *args, **kwargs)
         if self.loads_dummy_weights(*args, **kwargs):
             return
         with self.current_config(worker.vllm_config):
             self.commit(self.layers(worker.model_runner))
+        if self.profile_misses_set_up:
+            worker.model_runner.model_memory_usage += self._held_bytes
 
     def loads_dummy_weights(self, *args: Any, **kwargs: Any) -> bool:
         """Whether this load is that of an elastic scale-up, whose weights come later."""
@@ -94,10 +104,14 @@ class Adapter(ABC):
     def process_weights(self, original: Any, method: Any, module: Any) -> None:
         """In the place of a quant method's `process_weights_after_loading`: keep what our experts will read."""
         layer = self.layer(module) if self.runtime.settings.enabled else None
-        if layer is None or not self.plan(layer).needs_raw_weights:
-            original(method, module)
+        if layer is not None and self.plan(layer).needs_raw_weights:
+            layer.keep_weights()
+            method.moe_quant_config = method.get_fused_moe_quant_config(module)
             return
-        method.moe_quant_config = method.get_fused_moe_quant_config(module)
+        original(method, module)
+        if layer is not None:  # planned anew at commit: only now is it known what vLLM runs the layer on
+            layer.weights_were_processed()
+            delattr(module, _PLAN)
 
     def plan(self, layer: MoELayer) -> Plan:
         """The plan of `layer`, made at the first call and kept with it.
@@ -121,7 +135,9 @@ class Adapter(ABC):
             return
         plan = self.plan(layer)
         placement = agree_on_layer(layer, plan, self.runtime)
+        held_before = _allocated_bytes()
         method = maybe_make_fused_moe_modular_method(layer, plan, placement, self)
+        self._held_bytes += _allocated_bytes() - held_before
         if method is None:
             outcome = f"left to vLLM's {type(layer.quant_method).__name__}: {plan.why}"
         else:
@@ -145,6 +161,7 @@ class Adapter(ABC):
         self._warn_of_idle_patterns(plans)
         for layer in layers:
             self.init_prepare_finalize(layer)
+        self.runtime.workspace.lock()
         self.runtime.summarise()
 
     def _warn_of_idle_patterns(self, names: Iterable[str]) -> None:
@@ -205,6 +222,10 @@ def require_trace_folder(settings: Settings) -> None:
         raise SettingsError(
             f"VLLM_MOE_MODULAR_TRACE={settings.trace}: {error.strerror}; name a folder that can be written to"
         ) from error
+
+
+def _allocated_bytes() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def _left_message(why: str, left: dict[str, str]) -> str:

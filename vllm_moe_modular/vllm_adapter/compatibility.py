@@ -47,6 +47,11 @@ _KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernel"
 _RUNNER = f"{_MOE}.runner.moe_runner:MoERunner"
 _ROUTED = f"{_MOE}.routed_experts:RoutedExperts"
 _UNQUANTIZED = f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
+_FP8 = "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod"
+_TENSORS_FP8 = (
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
+    "compressed_tensors_moe_w8a8_fp8:CompressedTensorsW8A8Fp8MoEMethod"
+)
 
 _SINCE_0_28: tuple[Expectation, ...] = (
     Overrides(
@@ -60,6 +65,10 @@ _SINCE_0_28: tuple[Expectation, ...] = (
     Reads(f"{_METHOD}.topk_indices_dtype"),
     Calls(f"{_METHOD}.get_fused_moe_quant_config", ("layer",)),
     Overrides(f"{_UNQUANTIZED}.process_weights_after_loading", ("layer",)),
+    Overrides(f"{_FP8}.process_weights_after_loading", ("layer",)),
+    Overrides(f"{_TENSORS_FP8}.process_weights_after_loading", ("layer",)),
+    Reads(f"{_FP8}.weight_block_size"),
+    Reads(f"{_TENSORS_FP8}.weight_block_size"),
     Calls(f"{_KERNEL}.__init__", ("prepare_finalize", "fused_experts")),
     Reads(f"{_KERNEL}.output_is_reduced"),
     Calls(
@@ -101,6 +110,10 @@ _SINCE_0_28: tuple[Expectation, ...] = (
     ),
     Reads("vllm.config.parallel:ParallelConfig.enable_elastic_ep"),
     Overrides("vllm.v1.worker.gpu_worker:Worker.load_model", ("load_dummy_weights",)),
+    Reads("vllm.v1.worker.gpu_worker:Worker.reload_weights"),
+    Reads(f"{_MOE}.prepare_finalize.no_dp_ep:MoEPrepareAndFinalizeNoDPEPModular"),
+    Reads(f"{_KERNEL}.fused_experts"),
+    Reads(f"{_KERNEL}.is_monolithic"),
     Reads("vllm.forward_context:ForwardContext.dp_metadata"),
     Reads("vllm.forward_context:DPMetadata.num_tokens_across_dp_cpu"),
     Reads("vllm.distributed.parallel_state:get_ep_group"),

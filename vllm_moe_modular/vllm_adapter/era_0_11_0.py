@@ -21,7 +21,7 @@ from vllm_moe_modular.modular.experts import Activation
 from vllm_moe_modular.modular.kernel import ModularKernel
 from vllm_moe_modular.selection.problem import Problem
 from vllm_moe_modular.vllm_adapter import adapter
-from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks, make_activation
+from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks, make_activation, unwrapped
 from vllm_moe_modular.vllm_adapter.method import ModularForward, no_modular_form, require_eplb_maps
 from vllm_moe_modular.vllm_adapter.patches import Patch
 
@@ -66,6 +66,7 @@ class FusedMoELayer(MoELayer):
             sequence_parallel=m.is_sequence_parallel,
             capacity_tokens=self._max_num_batched_tokens,
             eplb=m.enable_eplb,
+            vllm_experts="the experts of vLLM 0.11 cannot be taken out of their layer; serve with 0.24 or later",
             irreplaceable=self._irreplaceable(plain),
         )
 
@@ -249,9 +250,13 @@ class Adapter(adapter.Adapter):
 
     def layers(self, model_runner: Any) -> list[MoELayer]:
         drafter = getattr(getattr(model_runner, "drafter", None), "model", None)
-        models = [m for m in (model_runner.model, drafter) if isinstance(m, torch.nn.Module)]
+        models = unwrapped(model_runner.model, drafter)
         modules = dict.fromkeys(m for model in models for m in model.modules())
         return [found for m in modules if (found := self.layer(m)) is not None]
+
+    @property
+    def profile_misses_set_up(self) -> bool:
+        return True
 
     def make_method(self, layer: MoELayer, forward: ModularForward) -> Any:
         return FusedMoEModularMethod(layer.quant_method, forward)

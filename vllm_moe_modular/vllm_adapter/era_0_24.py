@@ -6,6 +6,8 @@ It does so on GPUs, in groups of two or more ranks, and for methods that do not 
 
 from typing import Any
 
+from vllm.utils.mem_utils import MemoryProfilingResult
+
 from vllm_moe_modular.vllm_adapter import era_0_28
 from vllm_moe_modular.vllm_adapter.patches import Patch
 
@@ -25,6 +27,10 @@ class Adapter(era_0_28.Adapter):
                 remove_when="0.27 is no longer supported",
             ),
         )
+
+    @property
+    def profile_misses_set_up(self) -> bool:
+        return not hasattr(MemoryProfilingResult, "total_consumed")
 
     def _at_buffer_set_up(self, original: Any, runner: Any) -> None:
         if self.runtime.settings.enabled:

@@ -6,6 +6,7 @@ at a forward is our own kernel. `compatibility.py` lists what this file relies o
 """
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,13 +25,15 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import UnsupportedError
-from vllm_moe_modular.modular.experts import Activation
+from vllm_moe_modular.modular.experts import Activation, ExpertWeights
 from vllm_moe_modular.modular.kernel import ModularKernel
 from vllm_moe_modular.selection.problem import Problem
 from vllm_moe_modular.vllm_adapter import adapter
-from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks, make_activation
+from vllm_moe_modular.vllm_adapter.fp8_weights import fp8_scale, fp8_scheme, keep_fp8_weights
+from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks, make_activation, unwrapped
 from vllm_moe_modular.vllm_adapter.method import ModularForward, no_modular_form
 from vllm_moe_modular.vllm_adapter.patches import Patch
+from vllm_moe_modular.vllm_adapter.vllm_experts import VllmExperts, why_not_reusable
 
 _FORMATS = {
     ActivationFormat.STANDARD: mk.FusedMoEActivationFormat.Standard,
@@ -58,7 +61,8 @@ class RoutedExpertsLayer(MoELayer):
     def problem(self) -> Problem:
         config, method, ranks = self.module.moe_config, self.quant_method, self.ranks
         parallel = config.moe_parallel_config
-        plain = type(method) is UnquantizedFusedMoEMethod
+        unquantized = type(method) is UnquantizedFusedMoEMethod
+        scheme = "none" if unquantized else fp8_scheme(method)
         return Problem(
             num_experts=config.num_experts,
             num_local_experts=-(-config.num_experts // parallel.ep_size),
@@ -68,8 +72,8 @@ class RoutedExpertsLayer(MoELayer):
             activation=config.activation.value,
             has_bias=config.has_bias,
             dtype=str(config.in_dtype).removeprefix("torch."),
-            quant_scheme="none" if plain else type(method).__name__,
-            weights_missing=self.weights_missing if plain else "",
+            quant_scheme=scheme or type(method).__name__,
+            weights_missing=self.weights_missing if scheme else "",
             router_weight_on_input=self.router_weight_on_input,
             tp_size=ranks.tp_size,
             dp_size=parallel.dp_size,
@@ -81,8 +85,27 @@ class RoutedExpertsLayer(MoELayer):
             eplb=parallel.enable_eplb,
             lora=config.is_lora_enabled,
             elastic_ep=self._elastic_ep,
-            irreplaceable="" if plain else no_modular_form(method),
+            vllm_experts=self._vllm_experts,
+            irreplaceable="" if scheme else self._vllm_experts,
         )
+
+    @property
+    def _vllm_experts(self) -> str:
+        method = self.quant_method
+        to_be_processed = type(method) is UnquantizedFusedMoEMethod or fp8_scheme(method) is not None
+        if to_be_processed and getattr(method, "moe_kernel", None) is None:
+            return no_modular_form(method) if getattr(method, "is_monolithic", False) else ""
+        return why_not_reusable(method)
+
+    def keep_weights(self) -> None:
+        if fp8_scheme(self.quant_method) is not None:
+            keep_fp8_weights(self.module)
+
+    def weights(self) -> ExpertWeights:
+        weights = super().weights()
+        if weights.w13.dtype != torch.float8_e4m3fn:
+            return weights
+        return replace(weights, w13_scale=fp8_scale(self.module, "w13"), w2_scale=fp8_scale(self.module, "w2"))
 
     @property
     def ranks(self) -> Ranks:
@@ -221,6 +244,10 @@ class FusedMoEModularMethod(VllmFusedMoEModularMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """A weight reload: the old method does with the new weights what it did with the first ones."""
         self.old_quant_method.process_weights_after_loading(layer)
+        self.weights_were_reloaded()
+
+    def weights_were_reloaded(self) -> None:
+        """Take over what the old method made of the new weights."""
         self.moe_quant_config = self.old_quant_method.moe_quant_config
         self.moe_kernel = _kernel_view(self.old_quant_method, self.modular_forward)
 
@@ -246,7 +273,10 @@ class FusedMoEModularMethod(VllmFusedMoEModularMethod):
 
 
 def _kernel_view(old_quant_method: Any, forward: ModularForward) -> mk.FusedMoEKernel:
-    experts = ExpertsView(old_quant_method.moe, old_quant_method.moe_quant_config, forward=forward)
+    if isinstance(forward.kernel.experts, VllmExperts):  # what vLLM warms up is then what runs
+        experts = old_quant_method.moe_kernel.fused_experts
+    else:
+        experts = ExpertsView(old_quant_method.moe, old_quant_method.moe_quant_config, forward=forward)
     return mk.FusedMoEKernel(PrepareFinalizeView(forward), experts)
 
 
@@ -263,13 +293,27 @@ class Adapter(adapter.Adapter):
                 upstream="vLLM pull request 50556 would let a prepare/finalize be registered by name",
                 remove_when="all-to-alls and experts can both be registered with vLLM",
             ),
+            *(
+                Patch(
+                    target=f"{method}.process_weights_after_loading",
+                    wrapper=self.process_weights,
+                    why="vLLM shuffles or prepacks the weights for its own kernel, and the plain layout is lost",
+                    upstream="vLLM pull request 53897 would let experts be registered, and be asked for the layout",
+                    remove_when="experts can be registered with vLLM",
+                )
+                for method in (
+                    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+                    "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod",
+                    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
+                    "compressed_tensors_moe_w8a8_fp8:CompressedTensorsW8A8Fp8MoEMethod",
+                )
+            ),
             Patch(
-                target="vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:"
-                "UnquantizedFusedMoEMethod.process_weights_after_loading",
-                wrapper=self.process_weights,
-                why="vLLM shuffles or prepacks the weights for its own kernel, and the plain layout is lost",
-                upstream="vLLM pull request 53897 would let experts be registered, and be asked for the layout",
-                remove_when="experts can be registered with vLLM",
+                target="vllm.v1.worker.gpu_worker:Worker.reload_weights",
+                wrapper=self.reload_weights,
+                why="vLLM's weight loaders go by the class name of the quant method and would misread some checkpoints",
+                upstream="nothing is proposed yet; RoutedExperts.weight_loader compares names",
+                remove_when="loaders ask the method instead of comparing its name",
             ),
             Patch(
                 target="vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner.init_prepare_finalize",
@@ -284,6 +328,20 @@ class Adapter(adapter.Adapter):
     def _visit(self, original: None, runner: MoERunner) -> None:
         self.init_prepare_finalize(self._layer(runner.routed_experts, runner))
 
+    def reload_weights(self, original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of `Worker.reload_weights`: the old methods load and process the new weights."""
+        layers = self.layers(worker.model_runner) if self.runtime.settings.enabled else []
+        swapped = [(layer, layer.quant_method) for layer in layers if layer.is_swapped]
+        for layer, method in swapped:
+            layer.replace_quant_method(method.old_quant_method)
+        try:
+            return original(worker, *args, **kwargs)
+        finally:
+            with self.current_config(worker.vllm_config):
+                for layer, method in swapped:
+                    method.weights_were_reloaded()
+                    layer.replace_quant_method(method)
+
     def layer(self, module: Any) -> MoELayer | None:
         return self._layer(module) if isinstance(module, RoutedExperts) else None
 
@@ -293,9 +351,13 @@ class Adapter(adapter.Adapter):
 
     def layers(self, model_runner: Any) -> list[MoELayer]:
         drafter = getattr(model_runner, "drafter", None) or getattr(model_runner, "speculator", None)
-        models = [m for m in (model_runner.model, getattr(drafter, "model", None)) if isinstance(m, torch.nn.Module)]
+        models = unwrapped(model_runner.model, getattr(drafter, "model", None))
         runners = dict.fromkeys(m for model in models for m in model.modules() if isinstance(m, MoERunner))
         return [self._layer(runner.routed_experts, runner) for runner in runners]
+
+    @property
+    def profile_misses_set_up(self) -> bool:
+        return False  # it compares the device's free memory before and after
 
     def make_method(self, layer: MoELayer, forward: ModularForward) -> FusedMoEModularMethod:
         return FusedMoEModularMethod(layer.quant_method, forward)

@@ -10,6 +10,8 @@ import torch
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
 from vllm_moe_modular.selection.problem import Problem
 
+_PROCESSED = "_moe_modular_weights_processed"  # kept with a layer
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -61,6 +63,11 @@ class MoELayer(ABC):
         """Who shares its experts."""
 
     @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.module.parameters()).device
+
+    @property
     @abstractmethod
     def activation(self) -> Activation | None:
         """What lies between the GEMMs; None where it has no counterpart here."""
@@ -85,9 +92,18 @@ class MoELayer(ABC):
             w2_bias=getattr(m, "w2_bias", None),
         )
 
+    def keep_weights(self) -> None:  # noqa: B027 - unquantised weights are read as they were loaded
+        """In the place of what vLLM does with loaded weights, where they are read as they are."""
+
+    def weights_were_processed(self) -> None:
+        """Remember that vLLM has done it."""
+        setattr(self.module, _PROCESSED, True)
+
     @property
     def weights_missing(self) -> str:
         """Why the weights cannot be read off the layer as a checkpoint stores them; empty: they can."""
+        if getattr(self.module, _PROCESSED, False):
+            return "vLLM has laid out the weights for its own kernel; name the experts that are to read them"
         for attribute in ("w13_weight", "w2_weight"):
             weight = getattr(self.module, attribute, None)
             if not isinstance(weight, torch.Tensor) or weight.ndim != 3:
@@ -97,6 +113,12 @@ class MoELayer(ABC):
     @abstractmethod
     def replace_quant_method(self, method: Any) -> None:
         """Put `method` in the place of the layer's own."""
+
+
+def unwrapped(*models: Any) -> list[torch.nn.Module]:
+    """The modules among `models`, out of what captures them in CUDA graphs or splits them into micro-batches."""
+    bare = [m.unwrap() if hasattr(m, "unwrap") else m for m in models]
+    return [m for m in bare if isinstance(m, torch.nn.Module)]
 
 
 def make_activation(name: str, limit: float | None, alpha: float | None, beta: float | None) -> Activation | None:

@@ -7,6 +7,7 @@ import torch
 
 from vllm_moe_modular.errors import UnsupportedError
 from vllm_moe_modular.modular.build import BuildContext
+from vllm_moe_modular.modular.experts import ExpertWeights
 from vllm_moe_modular.modular.kernel import ModularKernel
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.vllm_adapter.layer import MoELayer
@@ -30,21 +31,35 @@ def maybe_make_fused_moe_modular_method(
     """
     if plan.choice is None:
         return None
-    runtime, weights = adapter.runtime, layer.weights()
+    runtime, problem, reads_weights = adapter.runtime, plan.problem, plan.choice.experts.raw_weights
+    sends = plan.choice.all2all.load().output_is_reduced
+    share = layer.ranks.tp_size if sends or layer.ranks.tokens_sliced else 1  # of a step's tokens, as ModularForward
+    capacity = -(-problem.capacity_tokens // share)
     context = BuildContext(
-        device=weights.w13.device,
-        dtype=weights.w13.dtype,
+        device=layer.device,
+        dtype=getattr(torch, problem.dtype),
         placement=placement,
         rank=layer.ranks.ep_rank,
         group=runtime.group,
-        hidden=plan.problem.hidden,
-        top_k=plan.problem.top_k,
-        capacity_tokens=plan.problem.capacity_tokens,
+        hidden=problem.hidden,
+        top_k=problem.top_k,
+        capacity_tokens=capacity,
         activation=layer.activation,
         low_latency_tokens=runtime.settings.low_latency_tokens,
+        layer=layer.module,
     )
     kernel = runtime.build_kernel(plan.choice, context)
-    return adapter.make_method(layer, ModularForward(kernel, layer, tokens_bound=adapter.tokens_bound))
+    if reads_weights:
+        runtime.workspace.reserve(
+            kernel.workspace_bytes(
+                layer.weights(), max_tokens_per_rank=capacity, top_k=problem.top_k, dtype=context.dtype
+            )
+        )
+    forward = ModularForward(kernel, layer, reads_weights=reads_weights, tokens_bound=adapter.tokens_bound)
+    return adapter.make_method(layer, forward)
+
+
+_NOT_READ = ExpertWeights(w13=torch.empty(0), w2=torch.empty(0))
 
 
 class ModularForward:
@@ -55,13 +70,22 @@ class ModularForward:
     the shared experts need too, then puts the slices together.
 
     Args:
+        reads_weights: the experts read the layer's weights; else they know where to find them.
         tokens_bound: the largest token count of any data-parallel rank in this step; None: all ranks hold as many as
             this one.
     """
 
-    def __init__(self, kernel: ModularKernel, layer: MoELayer, *, tokens_bound: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        kernel: ModularKernel,
+        layer: MoELayer,
+        *,
+        tokens_bound: Callable[[], int | None],
+        reads_weights: bool = True,
+    ) -> None:
         self.kernel = kernel
         self.layer = layer
+        self.reads_weights = reads_weights
         self.tokens_bound = tokens_bound
         self._ranks = layer.ranks
         sends = kernel.prepare_finalize.output_is_reduced
@@ -106,7 +130,7 @@ class ModularForward:
             x_TH,
             topk_ids_TK,
             topk_weights_TK,
-            self.layer.weights(),
+            self.layer.weights() if self.reads_weights else _NOT_READ,
             max_tokens_per_rank=max_tokens_per_rank,
             router_weight_on_input=self.layer.router_weight_on_input,
             meanwhile=meanwhile,

@@ -60,12 +60,13 @@ class Runtime:
     report: Report | None = None
     outcomes: dict[str, list[str]] = field(default_factory=dict)  # what was done -> layer names
     visits: dict[str, int] = field(default_factory=dict)  # layer name -> times agreed on
+    workspace: Workspace = field(init=False)  # of all layers
     _parts: dict[Any, Any] = field(default_factory=dict)
-    _workspace: Workspace | None = None
     _broken_to_tell: list[BrokenPart] = field(init=False)
 
     def __post_init__(self) -> None:
         self._broken_to_tell = list(self.registry.broken)
+        self.workspace = Workspace(torch.device(self.device.kind))
 
     def missing_of_parts(self) -> dict[str, list[str]]:
         """By target, for every part that is known to this process: what it lacks of it."""
@@ -136,12 +137,11 @@ class Runtime:
         """The kernel for a layer; its all-to-all and its experts are shared where the context is the same."""
         all2all: PrepareAndFinalize[Any] = self._shared(choice.all2all, context)
         experts: PermuteExpertsUnpermute = self._shared(choice.experts, context)
-        if self._workspace is None:
-            self._workspace = Workspace(context.device)
         on_error = None if self.group is None else self.group.say_raised
-        return ModularKernel(all2all, experts, allocate=self._workspace, on_error=on_error)
+        return ModularKernel(all2all, experts, allocate=self.workspace, on_error=on_error)
 
     def _shared(self, part: Any, context: BuildContext) -> Any:
+        context = context if part.per_layer else replace(context, layer=None)
         key = (part.target, context)
         if key not in self._parts:
             self._parts[key] = part.load().build(context)

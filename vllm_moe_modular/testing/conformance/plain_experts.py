@@ -28,6 +28,7 @@ class PlainBatchedExperts(PermuteExpertsUnpermute):
         workspace: Sequence[torch.Tensor],
         weight_and_reduce_by: WeightAndReduceBy,
         router_weight_on_input: bool,
+        out_RH: torch.Tensor | None = None,  # noqa: ARG002 - a result of its own is allowed
     ) -> torch.Tensor:
         """See `PermuteExpertsUnpermute.apply`."""
         if not isinstance(rows, BatchedRows):

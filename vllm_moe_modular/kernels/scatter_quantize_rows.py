@@ -1,0 +1,72 @@
+"""`scatter_rows` with the rows quantised on the way, each once however many slots it has.
+
+    out[p, :], scales[:, p] = quantize_groups(x[r, :])      for each p = positions[r, k] that is not -1
+
+The scales lie with the rows side by side, as the copy engine of a GEMM reads them: a row of `scales` per group.
+
+Shapes: R rows, K top-k, S = R * K slots, H hidden, P rows of the layout.
+Cost:   memory bound; R * H * 2 bytes read, S * H + S * H / 32 written.
+Reference: vllm_moe_modular.reference.scatter_rows over vllm_moe_modular.reference.quantize_groups.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_moe_modular.kernels.quantize_groups import GROUP, quantize_groups
+
+
+@triton.jit
+def _scatter_quantize_rows_kernel(
+    out_ptr,  # [P, H] float8_e4m3fn
+    scales_ptr,  # [H / 128, P]
+    x_ptr,  # [R, H]
+    positions_ptr,  # [R, K]
+    stride_x_r,
+    H,
+    P,
+    K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tiles_g = tl.cdiv(H, BLOCK_G * GROUP)
+    # int64 before any multiply: rows x hidden passes 2**31.
+    r = (tl.program_id(0) // tiles_g).to(tl.int64)
+    g = tl.program_id(0) % tiles_g * BLOCK_G + tl.arange(0, BLOCK_G)
+    in_g = g * GROUP < H
+    h = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    furthest = -1
+    for k in tl.static_range(K):
+        furthest = tl.maximum(furthest, tl.load(positions_ptr + r * K + k))
+    if furthest >= 0:
+        x = tl.load(x_ptr + r * stride_x_r + h, mask=in_g[:, None], other=0.0)
+        q, scale = quantize_groups(x.to(tl.float32))
+        for k in tl.static_range(K):
+            p = tl.load(positions_ptr + r * K + k).to(tl.int64)
+            here = in_g & (p >= 0)
+            tl.store(out_ptr + p * H + h, q, mask=here[:, None])
+            tl.store(scales_ptr + g.to(tl.int64) * P + p, scale, mask=here)
+
+
+def scatter_quantize_rows(
+    x_RH: torch.Tensor, positions: torch.Tensor, *, out_PH: torch.Tensor, scales_GP: torch.Tensor, pdl: bool = False
+) -> None:
+    """Write the row and the scales of each slot.
+
+    Args:
+        x_RH: [R, H], rows contiguous; R > 0, H a multiple of 128.
+        positions: [R * K] int32; -1: the slot has no row.
+        out_PH: [P, H] float8_e4m3fn, contiguous.
+        scales_GP: [H / 128, P] float32, contiguous.
+        pdl: start early and wait inside for the kernel before.
+    """
+    R, H = x_RH.shape
+    block_g = min(16, triton.next_power_of_2(H // GROUP))
+    _scatter_quantize_rows_kernel[(R * triton.cdiv(H, block_g * GROUP),)](
+        out_PH, scales_GP, x_RH, positions, x_RH.stride(0), H, out_PH.shape[0],
+        K=positions.numel() // R, BLOCK_G=block_g, GROUP=GROUP, PDL=pdl,
+        num_warps=max(1, block_g // 2), launch_pdl=pdl,
+    )  # fmt: skip
