@@ -40,6 +40,14 @@ NO_TORCH_AT_IMPORT = [
     ".errors",
     ".selection.select",
     ".selection.builtin",
+    ".selection.from_config",
+    ".selection.tables",
+    ".selection.third_party",
+    ".cli.conformance",
+    ".cli.doctor",
+    ".cli.explain",
+    ".cli.trace",
+    ".testing.conformance",
     ".testing.ranks",
 ]
 

@@ -18,6 +18,7 @@ def test_every_variable_reaches_its_field() -> None:
             "VLLM_MOE_MODULAR_LOW_LATENCY_TOKENS": "1024",
             "VLLM_MOE_MODULAR_TIMEOUT_S": "2.5",
             "VLLM_MOE_MODULAR_TRACE": "traces",
+            "VLLM_MOE_MODULAR_TRACE_EVERY": "8",
             "VLLM_MOE_MODULAR_SKIP_LAYERS": "*.layers.0.*, *.mtp.*",
         }
     )
@@ -29,6 +30,7 @@ def test_every_variable_reaches_its_field() -> None:
         low_latency_tokens=1024,
         timeout_s=2.5,
         trace="traces",
+        trace_every=8,
         skip_layers=("*.layers.0.*", "*.mtp.*"),
     )
 
@@ -52,6 +54,7 @@ def test_a_misspelt_variable_names_the_close_one_and_lists_all() -> None:
         ("VLLM_MOE_MODULAR_TIMEOUT_S", "1" + 400 * "0", "from 0.001 to 604800"),
         ("VLLM_MOE_MODULAR_LOW_LATENCY_TOKENS", 5000 * "1", "from 1 to 1024"),
         ("VLLM_MOE_MODULAR_TIMEOUT_S", "nan", "from 0.001"),
+        ("VLLM_MOE_MODULAR_TRACE_EVERY", "0", "1 or more"),
         ("VLLM_MOE_MODULAR_ALL2ALL", "", "name of a part"),
     ],
 )

@@ -47,7 +47,19 @@ class AgreementError(MoEModularError):
 
 
 class RankLostError(MoEModularError, RuntimeError):
-    """A rank did not take part in a collective in time."""
+    """A rank did not take part in a collective in time.
+
+    Attributes:
+        rank: the missing one, in the group; the lowest of several; None where it is not known.
+        step: of the collective that this rank waited in; None where steps are not counted.
+        phase: of the collective; empty where it has no name.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, step: int | None = None, phase: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.step = step
+        self.phase = phase
 
 
 class IncompatibleVllmError(MoEModularError):

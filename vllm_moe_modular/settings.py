@@ -30,6 +30,7 @@ class Settings:
     low_latency_tokens: int = 256
     timeout_s: float = 120.0
     trace: str | None = None
+    trace_every: int = 64
     skip_layers: tuple[str, ...] = ()
 
     @property
@@ -70,6 +71,12 @@ def _low_latency_tokens(value: Any) -> int:
         or not 1 <= int(value) <= MAX_LOW_LATENCY_TOKENS
     ):
         raise ValueError(f"takes a whole number from 1 to {MAX_LOW_LATENCY_TOKENS}")
+    return int(value)
+
+
+def _steps(value: Any) -> int:
+    if isinstance(value, bool) or not str(value).isdecimal() or len(str(value)) > 9 or int(value) < 1:
+        raise ValueError("takes a whole number of steps, 1 or more")
     return int(value)
 
 
@@ -120,6 +127,12 @@ VARIABLES = (
         meaning="how many seconds a rank may be missing from a collective of ours (default 120)",
     ),
     Variable(name=f"{PREFIX}_TRACE", key="trace", parse=_folder, meaning="folder for traces (default: none)"),
+    Variable(
+        name=f"{PREFIX}_TRACE_EVERY",
+        key="trace_every",
+        parse=_steps,
+        meaning="one step in how many is traced (default 64)",
+    ),
     Variable(
         name=f"{PREFIX}_SKIP_LAYERS",
         key="skip_layers",

@@ -6,13 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.trace_files import write
 from vllm_moe_modular.cli.main import SUBCOMMANDS, main
 
 CONFIG = Path(__file__).parents[1] / "selection" / "configs" / "qwen3_30b_a3b.json"
 
+
+def trace_in(folder: Path) -> Path:
+    for rank in (0, 1):
+        write(folder, rank)
+    return folder
+
+
 RUNS: dict[str, Callable[[Path], list[str]]] = {
     "checkpoint": lambda folder: ["qwen3_moe", str(folder / "tiny")],
     "explain": lambda folder: [str(CONFIG), "--dp", "2", "--gpu", "cpu"],  # noqa: ARG005
+    "conformance": lambda folder: ["vllm_moe_modular.experts.torch_experts:TorchExperts"],  # noqa: ARG005
+    "trace": lambda folder: [str(trace_in(folder))],
     "doctor": lambda folder: [],  # noqa: ARG005
     "demo": lambda folder: ["--keep", str(folder / "demo")],
 }

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_moe_modular.errors import RankLostError
+from vllm_moe_modular.modular.heartbeat import PERIOD_S
 from vllm_moe_modular.modular.rank_group import RankGroup
 from vllm_moe_modular.testing.ranks import Here
 
@@ -84,3 +85,20 @@ def error_of(group: RankGroup) -> tuple[str, float]:
     except RankLostError as error:
         return str(error), time.monotonic() - start
     return "no error", time.monotonic() - start
+
+
+def raise_on_one(here: Here, raising: int) -> tuple[str, int | None, int | None, str, float]:
+    """`raising` raises before its step 3 and lives on; the error of each other rank and the seconds that it took."""
+    group = RankGroup(here.group, timeout_s=30.0, store=here.store)
+    for _ in range(2):
+        step(group, "dispatch")
+    if here.rank == raising:
+        group.say_raised(LookupError("no room\nhere"))
+        time.sleep(5 * PERIOD_S)
+        return "", None, None, "", 0.0
+    start = time.monotonic()
+    try:
+        step(group, "combine")
+    except RankLostError as error:
+        return str(error), error.rank, error.step, error.phase, time.monotonic() - start
+    return "no error", None, None, "", time.monotonic() - start

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.prepare_finalize.layers import SILU, Case, make_batch, make_weights, right_answer
 from vllm_moe_modular.activation_format import ActivationFormat
-from vllm_moe_modular.errors import IncompatiblePartsError, ShapeError
+from vllm_moe_modular.errors import CapacityError, IncompatiblePartsError, ShapeError
 from vllm_moe_modular.experts.torch_experts import TorchExperts
 from vllm_moe_modular.modular.kernel import ModularKernel, pair_objections
 from vllm_moe_modular.modular.placement import ExpertPlacement
@@ -16,6 +15,7 @@ from vllm_moe_modular.modular.prepare_finalize import Dispatched, PrepareAndFina
 from vllm_moe_modular.modular.weight_and_reduce import TopKWeightAndReduce, TorchTopKWeightAndReduce, WeightAndReduceBy
 from vllm_moe_modular.modular.workspace import Workspace
 from vllm_moe_modular.prepare_finalize.local import LocalPrepareAndFinalize
+from vllm_moe_modular.testing.layers import SILU, Case, make_batch, make_weights, right_answer
 
 CPU = torch.device("cpu")
 CASE = Case("", tokens=(6,), G=5, K=3, absent=0.3)
@@ -161,3 +161,14 @@ def test_weights_of_another_dtype_than_float32_reach_the_parts_as_float32(dtype:
     kernel = ModularKernel(all2all, TorchExperts(activation=SILU), allocate=Workspace(CPU))
     kernel.apply(batch.x, batch.topk_ids, batch.topk_weights.to(dtype), weights, max_tokens_per_rank=len(batch.x))
     assert seen == [torch.float32]
+
+
+def test_an_error_is_told_before_it_is_raised() -> None:
+    told: list[Exception] = []
+    kernel = ModularKernel(local(), TorchExperts(activation=SILU), allocate=Workspace(CPU), on_error=told.append)
+    batch = make_batch(CASE, 0, torch.float32)
+    with pytest.raises(CapacityError) as error:
+        kernel.apply(
+            batch.x, batch.topk_ids, batch.topk_weights, make_weights(CASE, torch.float32), max_tokens_per_rank=5
+        )
+    assert told == [error.value]

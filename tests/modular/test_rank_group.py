@@ -72,3 +72,11 @@ def test_where_the_store_is_gone_its_host_is_named() -> None:
             with_store
         )
         assert seconds < TO_JUDGE_S + SLACK_S
+
+
+def test_rank_that_raised_is_named_with_its_error_at_once() -> None:
+    answers = run_ranks(group_calls.raise_on_one, 3, 2, timeout_s=60)
+    for message, rank, step, phase, seconds in answers[:2]:
+        assert "phase 'combine': rank 2 raised LookupError: no room here after step 2, phase 'dispatch'. " in message
+        assert (rank, step, phase) == (2, 3, "combine")
+        assert seconds < TO_JUDGE_S + SLACK_S, "nobody waits for the timeout"

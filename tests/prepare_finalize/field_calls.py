@@ -4,13 +4,13 @@ import time
 
 import torch
 
-from tests.prepare_finalize.layers import Case, make_batch, make_weights, of_rank
 from tests.prepare_finalize.on_ranks import build_part, kernel_over
 from vllm_moe_modular.errors import AgreementError, CapacityError, ExpertIdError
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import StandardRows
 from vllm_moe_modular.modular.rank_group import RankGroup
 from vllm_moe_modular.prepare_finalize.torch_all_to_all import TorchPrepareAndFinalize
+from vllm_moe_modular.testing.layers import Case, make_batch, make_weights, of_rank
 from vllm_moe_modular.testing.ranks import Here
 
 

@@ -6,10 +6,10 @@ import time
 
 import torch
 
-from tests.prepare_finalize.layers import Case, make_batch, make_weights, of_rank
 from tests.prepare_finalize.on_ranks import build_part, kernel_over
 from vllm_moe_modular.errors import RankLostError
 from vllm_moe_modular.modular.rank_group import RankGroup
+from vllm_moe_modular.testing.layers import Case, make_batch, make_weights, of_rank
 from vllm_moe_modular.testing.ranks import Here
 
 LOSS_TIMEOUT_S = 4.0

@@ -4,17 +4,15 @@ from typing import Any
 
 import torch
 
-from tests.prepare_finalize.layers import SILU, Case, make_batch, make_weights, of_rank
 from vllm_moe_modular.experts.torch_experts import TorchExperts
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.kernel import ModularKernel
-from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import PrepareAndFinalize
 from vllm_moe_modular.modular.rank_group import RankGroup
 from vllm_moe_modular.modular.workspace import Workspace
-from vllm_moe_modular.prepare_finalize.local import LocalPrepareAndFinalize
 from vllm_moe_modular.selection.builtin import builtin_registry
 from vllm_moe_modular.selection.registry import PartKind
+from vllm_moe_modular.testing.layers import SILU, Case, make_batch, make_weights, of_rank
 from vllm_moe_modular.testing.ranks import Here
 
 TIMEOUT_S = 60.0
@@ -92,28 +90,3 @@ def two_calls_in_flight(here: Here, name: str, case: Case) -> list[tuple[torch.T
         for b in batches
     ]
     return [(a.cpu(), b.cpu()) for a, b in zip(overlapping, one_by_one, strict=True)]
-
-
-def random_steps(here: Here, name: str, steps: int) -> list[int]:
-    """Many steps over one object, each with its own sizes; the steps whose output was wrong."""
-    G, K, H, most = 10, 3, 8, 9
-    g = torch.Generator().manual_seed(7)
-    shape = Case("", tokens=(most,) * here.size, G=G, K=K, H=H, absent=0.2)
-    kernel = kernel_over(build_part(here, name, shape), here)
-    everything = make_weights(shape, torch.float64)
-    weights = of_rank(everything, shape.placement, here.rank)
-    alone = kernel_over(
-        LocalPrepareAndFinalize(placement=ExpertPlacement.linear(G, 1), rank=0, device=here.device), here
-    )
-    wrong = []
-    for step in range(steps):
-        tokens = torch.randint(0, most + 1, (here.size,), generator=g) * torch.randint(0, 2, (here.size,), generator=g)
-        case = Case("", tokens=tuple(tokens.tolist()), G=G, K=K, H=H, absent=0.2)
-        batch = make_batch(case, here.rank, torch.float64, seed=step)
-        out = kernel.apply(
-            batch.x, batch.topk_ids, batch.topk_weights, weights, max_tokens_per_rank=case.max_tokens_per_rank
-        )
-        truth = alone.apply(batch.x, batch.topk_ids, batch.topk_weights, everything, max_tokens_per_rank=len(batch.x))
-        if not torch.allclose(out, truth, rtol=0, atol=1e-12):
-            wrong.append(step)
-    return wrong

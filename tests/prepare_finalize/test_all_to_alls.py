@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.prepare_finalize import on_ranks
-from tests.prepare_finalize.layers import Case, make_batch, make_weights, plain_torch, right_answer
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.selection.builtin import builtin_registry
 from vllm_moe_modular.selection.problem import Device, Problem
 from vllm_moe_modular.selection.registry import PartKind
+from vllm_moe_modular.testing.layers import Case, make_batch, make_weights, plain_torch, right_answer
 from vllm_moe_modular.testing.ranks import Ranks
 from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
 
@@ -73,11 +73,6 @@ def test_two_calls_in_flight_do_not_mix(name: str, ranks_of: Callable[[int], Ran
     for pairs in ranks_of(3).run(on_ranks.two_calls_in_flight, name, case, timeout_s=TIMEOUT_S):
         for overlapping, one_by_one in pairs:
             assert torch.equal(overlapping, one_by_one)
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_300_random_steps_on_one_object(name: str, ranks_of: Callable[[int], Ranks]) -> None:
-    assert ranks_of(2).run(on_ranks.random_steps, name, 300, timeout_s=TIMEOUT_S) == [[], []]
 
 
 @pytest.mark.parametrize("name", PARTS)

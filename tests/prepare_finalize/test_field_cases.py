@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.prepare_finalize import field_calls
-from tests.prepare_finalize.layers import Case, make_batch, right_answer
 from tests.prepare_finalize.test_all_to_alls import PARTS, TIMEOUT_S
+from vllm_moe_modular.testing.layers import Case, make_batch, right_answer
 from vllm_moe_modular.testing.ranks import Ranks
 
 Start = Callable[[int], Ranks]

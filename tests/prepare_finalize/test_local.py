@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.prepare_finalize.layers import SILU, Case, make_batch, make_weights, of_rank, right_answer
 from vllm_moe_modular.errors import AgreementError, CapacityError, ExpertIdError
 from vllm_moe_modular.experts.torch_experts import TorchExperts
 from vllm_moe_modular.modular.kernel import ModularKernel
@@ -11,6 +10,7 @@ from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import StandardRows
 from vllm_moe_modular.modular.workspace import Workspace
 from vllm_moe_modular.prepare_finalize.local import LocalPrepareAndFinalize
+from vllm_moe_modular.testing.layers import SILU, Case, make_batch, make_weights, of_rank, right_answer
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.prepare_finalize import nccl_calls, on_ranks
-from tests.prepare_finalize.layers import Case, make_batch, make_weights, plain_torch, right_answer
+from vllm_moe_modular.testing.layers import Case, make_batch, make_weights, plain_torch, right_answer
 from vllm_moe_modular.testing.ranks import Ranks, run_ranks
 from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
 

@@ -29,6 +29,10 @@ SUBCOMMANDS = (
     Subcommand("checkpoint", "vllm_moe_modular.cli.checkpoint", "make a tiny mixture-of-experts checkpoint, offline"),
     Subcommand("explain", "vllm_moe_modular.cli.explain", "say which parts a model's layers would run on, and why"),
     Subcommand("doctor", "vllm_moe_modular.cli.doctor", "say what is installed here, what works and what does not"),
+    Subcommand(
+        "conformance", "vllm_moe_modular.cli.conformance", "say whether a part keeps its contract, on real ranks"
+    ),
+    Subcommand("trace", "vllm_moe_modular.cli.trace", "draw a page of what the experts of a served model did"),
     Subcommand("demo", "vllm_moe_modular.cli.demo", "serve a tiny model on two ranks and compare every token"),
 )
 

@@ -33,6 +33,7 @@ class Peer:
     step: int
     phase: str
     gave_up_on: tuple[int, ...]
+    raised: str = ""
     missed_beats: int = 0
 
     @property
@@ -49,6 +50,8 @@ class Seat:
         step, phase: where this rank stands.
         waiting: it waits for others; only then does the thread read what they write.
         gave_up_on: the ranks that this one named as lost before it left.
+        raised: the error with which this rank left a step, in one line.
+        on_raised: called by the thread, while this rank waits, once a peer says that it raised.
         peers: by rank, those that have ever written a beat.
     """
 
@@ -59,9 +62,16 @@ class Seat:
     phase: str = "start"
     waiting: bool = False
     gave_up_on: tuple[int, ...] = ()
+    raised: str = ""
+    on_raised: Callable[[], None] | None = None
     peers: dict[int, Peer] = field(default_factory=dict)
     beat: int = 0
     read_at: float = float("-inf")
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """A peer raised before it began the step that this rank is in."""
+        return any(peer.raised and peer.step < self.step for peer in self.peers.values())
 
 
 class Heartbeat:
@@ -98,7 +108,7 @@ class Heartbeat:
         """Write where `seat` stands, now."""
         with self._lock:
             seat.beat += 1
-            line = json.dumps([seat.beat, seat.step, seat.phase, seat.gave_up_on])
+            line = json.dumps([seat.beat, seat.step, seat.phase, seat.gave_up_on, seat.raised])
             self._try(partial(self._store.set, _key(seat, seat.rank), line))
 
     def read(self, seat: Seat) -> None:
@@ -115,10 +125,10 @@ class Heartbeat:
         key = _key(seat, rank)
         if rank not in seat.peers and not self._store.check([key]):
             return
-        beat, step, phase, gave_up_on = json.loads(self._store.get(key))
+        beat, step, phase, gave_up_on, raised = json.loads(self._store.get(key))
         before = seat.peers.get(rank)
         missed = before.missed_beats + 1 if before is not None and before.beat == beat else 0
-        seat.peers[rank] = Peer(beat, step, phase, tuple(gave_up_on), missed)
+        seat.peers[rank] = Peer(beat, step, phase, tuple(gave_up_on), raised, missed)
 
     def _try(self, talk: Callable[[], None]) -> None:
         if self.store_is_lost:
@@ -136,6 +146,9 @@ class Heartbeat:
                 self.write(seat)
                 if seat.waiting:
                     self.read(seat)
+                    on_raised = seat.on_raised
+                    if on_raised is not None and seat.waits_in_vain:
+                        on_raised()
 
     def _close(self) -> None:
         time.sleep(self.linger_s)

@@ -1,7 +1,7 @@
 """The composer: prepare, experts, finalize."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +32,21 @@ def pair_objections(
     return objections
 
 
+class Mark(Protocol):
+    """Told at the end of each phase of one call."""
+
+    def __call__(self, phase: str, rows: Rows | None = None) -> None:
+        """`phase` is over: "prepare" (with the rows that arrived), "experts", "send home", "meanwhile", "finalize"."""
+
+
+Observe = Callable[[torch.Tensor], Mark]
+"""Called with x [T, H] as a call begins. Must not wait for the device."""
+
+
+def unobserved(phase: str, rows: Rows | None = None) -> None:
+    """The `Mark` of a call that nobody looks at."""
+
+
 class ModularKernel:
     """A mixture-of-experts layer composed of an all-to-all and an expert kernel. Holds no per-call state.
 
@@ -39,13 +54,22 @@ class ModularKernel:
         prepare_finalize: the all-to-all.
         experts: the expert kernel.
         allocate: scratch memory for the experts.
+        on_error: told of whatever a call raises, before it is raised; `RankGroup.say_raised` where there is a group.
+
+    Attributes:
+        observe: looks at calls; None: nobody does.
 
     Raises:
         IncompatiblePartsError: the two do not fit, with every reason.
     """
 
     def __init__(
-        self, prepare_finalize: PrepareAndFinalize[Any], experts: PermuteExpertsUnpermute, *, allocate: Allocate
+        self,
+        prepare_finalize: PrepareAndFinalize[Any],
+        experts: PermuteExpertsUnpermute,
+        *,
+        allocate: Allocate,
+        on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         if objections := pair_objections(prepare_finalize, experts):
             raise IncompatiblePartsError(
@@ -54,7 +78,9 @@ class ModularKernel:
             )
         self.prepare_finalize = prepare_finalize
         self.experts = experts
+        self.observe: Observe | None = None
         self._allocate = allocate
+        self._on_error = on_error
 
     @property
     def topk_indices_dtype(self) -> torch.dtype | None:
@@ -111,6 +137,33 @@ class ModularKernel:
         Returns:
             [T, H], dtype of `x_TH`.
         """
+        try:
+            return self._run(
+                x_TH,
+                topk_ids_TK,
+                topk_weights_TK,
+                weights,
+                max_tokens_per_rank=max_tokens_per_rank,
+                router_weight_on_input=router_weight_on_input,
+                meanwhile=meanwhile,
+            )
+        except Exception as error:
+            if self._on_error is not None:
+                self._on_error(error)
+            raise
+
+    def _run(
+        self,
+        x_TH: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        weights: ExpertWeights,
+        *,
+        max_tokens_per_rank: int,
+        router_weight_on_input: bool,
+        meanwhile: Callable[[], None] | None,
+    ) -> torch.Tensor:
+        mark = unobserved if self.observe is None else self.observe(x_TH)
         if topk_weights_TK.shape != topk_ids_TK.shape or topk_ids_TK.shape[0] != x_TH.shape[0]:
             T, K = x_TH.shape[0], topk_ids_TK.shape[-1]
             wrong = "topk_ids_TK" if topk_ids_TK.shape[0] != T else "topk_weights_TK"
@@ -125,6 +178,7 @@ class ModularKernel:
             router_weight_on_input=router_weight_on_input,
         )
         rows = dispatched.rows.with_ids_as(self.experts.topk_indices_dtype)
+        mark("prepare", rows)
         out_TH = torch.empty_like(x_TH)
         y = self.experts.apply(
             rows,
@@ -134,10 +188,14 @@ class ModularKernel:
             router_weight_on_input=router_weight_on_input,
             out_RH=out_TH if self.prepare_finalize.rows_are_tokens else None,
         )
+        mark("experts")
         wait = self.prepare_finalize.finalize_async(y, dispatched.ticket, out_TH=out_TH)
+        mark("send home")
         try:
             if meanwhile is not None:
                 meanwhile()
+                mark("meanwhile")
         finally:
             wait()  # whatever became of it: rows that are on their way must be taken in
+        mark("finalize")
         return out_TH

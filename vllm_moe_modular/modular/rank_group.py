@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar, NoReturn
@@ -85,6 +86,16 @@ class RankGroup:
         if self._heartbeat is not None:
             self._heartbeat.join(self._seat)
 
+    def say_raised(self, error: Exception) -> None:
+        """Tell the others that this rank leaves a step with `error`, so that they do not wait for it until the timeout.
+
+        Whoever waits in a step that this rank has not begun raises RankLostError with this error's text.
+        """
+        if self._heartbeat is None or self._lost is not None:
+            return
+        self._seat.raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        self._heartbeat.write(self._seat)
+
     @property
     def step(self) -> int:
         """How many collectives this rank has begun."""
@@ -161,8 +172,9 @@ class RankGroup:
 
     def _begin(self, phase: str) -> None:
         if self._lost is not None:
-            raise RankLostError(*self._lost.args)
+            raise self._loss_again()
         self._seat.phase = phase
+        self._seat.raised = ""
         self._seat.step += 1
 
     @torch.no_grad()  # an error of autograd between two messages would leave the others waiting
@@ -201,8 +213,9 @@ class RankGroup:
 
     def _finish(self, step: int, phase: str, messages: Sequence[_Message]) -> None:
         if self._lost is not None:
-            raise RankLostError(*self._lost.args)
+            raise self._loss_again()
         deadline = time.monotonic() + self.timeout_s
+        self._seat.on_raised = self._interrupt
         self._seat.waiting = True
         try:
             for number, message in enumerate(messages):
@@ -215,6 +228,22 @@ class RankGroup:
                     self._lose(step, phase, silent, cause=error, timed_out=timed_out)
         finally:
             self._seat.waiting = False
+            self._seat.on_raised = None
+
+    def _interrupt(self) -> None:
+        """End this rank's wait: once one message of gloo timed out, every other one of the group fails at once.
+
+        The loss of the group is certain by then, and the wait itself cannot be cut into pieces for the same reason.
+        """
+        unused = self._first_tag
+        message = self.process_group.recv([torch.empty(1, dtype=torch.uint8)], (self.rank + 1) % self.size, unused)
+        with suppress(RuntimeError):
+            message.wait(timedelta(milliseconds=1))
+
+    def _loss_again(self) -> RankLostError:
+        """The error of the loss, to be raised anew."""
+        assert self._lost is not None, "a rank was lost"
+        return RankLostError(str(self._lost), rank=self._lost.rank, step=self._lost.step, phase=self._lost.phase)
 
     def _on_host(self, t: torch.Tensor) -> torch.Tensor:
         """`t` on the host, within the deadline."""
@@ -228,7 +257,7 @@ class RankGroup:
         self._seat.waiting = True
         try:
             while not copied.query():  # type: ignore[no-untyped-call]
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or self._seat.waits_in_vain:
                     self._lose(self._seat.step, self._seat.phase, set(), cause=None, timed_out=True)
                 time.sleep(0)  # lets the heartbeat thread have the interpreter
         finally:
@@ -244,7 +273,10 @@ class RankGroup:
         self._lost = RankLostError(
             f"rank {self.rank} of {self.size}, step {step}, phase {phase!r}: {what}{detail}. "
             f"A group that lost a rank cannot go on: restart all of its ranks. A rank may be missing for "
-            f"{self.timeout_s:g} s (VLLM_MOE_MODULAR_TIMEOUT_S); raise that if a step may take longer"
+            f"{self.timeout_s:g} s (VLLM_MOE_MODULAR_TIMEOUT_S); raise that if a step may take longer",
+            rank=min(self._seat.gave_up_on, default=None),
+            step=step,
+            phase=phase,
         )
         if self._heartbeat is not None:
             self._heartbeat.write(self._seat)
@@ -276,7 +308,10 @@ class RankGroup:
             for lost in peer.gave_up_on:
                 who = "this rank, which came too late" if lost == self.rank else self._name(lost)
                 why[lost] = f"{self._name(rank)} gave up at {_place(peer)} waiting for {who}"
-        dead = [r for r, p in sorted(peers.items()) if p.is_dead and not p.gave_up_on]
+        for rank, peer in sorted(peers.items()):
+            if peer.raised:
+                why[rank] = f"{self._name(rank)} raised {peer.raised} after {_place(peer)}"
+        dead = [r for r, p in sorted(peers.items()) if p.is_dead and not p.gave_up_on and not p.raised]
         for rank in dead:
             why[rank] = f"{self._name(rank)} is dead: its heartbeat stopped, last at {_place(peers[rank])}"
         if why:

@@ -109,7 +109,10 @@ class NvlinkBuffers:
             raise RankLostError(
                 f"nvlink, rank {self.rank} of {self.shape.ranks}: nothing came from rank {failure.rank} in the "
                 f"{failure.phase} of step {failure.call} within {timeout_s:g} s. A group that lost a rank cannot go "
-                "on: restart all of its ranks. If a step may take longer, raise VLLM_MOE_MODULAR_TIMEOUT_S"
+                "on: restart all of its ranks. If a step may take longer, raise VLLM_MOE_MODULAR_TIMEOUT_S",
+                rank=failure.rank,
+                step=failure.call,
+                phase=failure.phase,
             )
 
 

@@ -179,10 +179,17 @@ class Adapter(ABC):
             return
         if self.runtime.report is None:
             process = dist.get_rank() if dist.is_initialized() else 0
-            self.runtime.report = Report(Path(self.runtime.settings.trace), rank=layer.ranks.ep_rank, process=process)
+            self.runtime.report = Report(
+                Path(self.runtime.settings.trace),
+                rank=layer.ranks.ep_rank,
+                size=layer.ranks.ep_size,
+                process=process,
+                every=self.runtime.settings.trace_every,
+            )
         assert plan.choice is not None, "a layer is reported once it was swapped"
         names = plan.choice.all2all.name, plan.choice.experts.name
-        self.runtime.report.add_layer(layer.name, *names, forward.kernel.prepare_finalize)
+        num_experts = plan.problem.num_local_experts
+        self.runtime.report.add_layer(layer.name, *names, forward.kernel, num_experts=num_experts)
 
 
 def engine_settings(settings: Settings, additional_config: Any) -> Settings:

@@ -1,4 +1,7 @@
-"""What ran, for tools that look from outside: one small JSON file per rank in the trace folder."""
+"""What ran, for tools that look from outside: two files per rank in the trace folder.
+
+`rank{N}.json` holds the parts of each layer and the rows moved since start-up; `rank{N}.jsonl` the sampled steps.
+"""
 
 import atexit
 import json
@@ -7,21 +10,27 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from vllm_moe_modular.modular.kernel import ModularKernel
+from vllm_moe_modular.modular.trace import Tracer
+
 WRITE_EVERY_S = 0.5
 
 
 class Report:
     """Keeps `rank{N}.json` up to date: which parts each layer runs on, and how many rows went where.
 
-    A thread of its own looks at the counters that the all-to-alls keep anyway, so a step costs nothing.
+    A thread of its own looks at the counters that the all-to-alls keep anyway, so a step costs nothing; the steps that
+    are sampled are another's, see `Tracer`.
 
     Args:
         folder: where to; it exists.
-        rank: of this process in the expert-parallel group.
+        rank, size: of this process in the expert-parallel group, and of that group.
         process: among all processes of the server; pipeline stages have expert-parallel groups of their own.
+        every: one step in how many is sampled.
     """
 
-    def __init__(self, folder: Path, *, rank: int, process: int) -> None:
+    def __init__(self, folder: Path, *, rank: int, size: int, process: int, every: int) -> None:
+        self._tracer = Tracer(folder / f"rank{process}.jsonl", rank=rank, size=size, every=every)
         self._file = folder / f"rank{process}.json"
         self._rank = rank
         self._layers: list[dict[str, str]] = []
@@ -32,9 +41,13 @@ class Report:
         self._thread.start()
         atexit.register(self.close)
 
-    def add_layer(self, name: str, all2all: str, experts: str, prepare_finalize: Any) -> None:
-        """A layer was swapped; `prepare_finalize` is what counts its rows."""
+    def add_layer(self, name: str, all2all: str, experts: str, kernel: ModularKernel, *, num_experts: int) -> None:
+        """A layer was swapped, and runs on `kernel`; `num_experts`: the most of them that any rank holds."""
         self._layers.append({"name": name, "all2all": all2all, "experts": experts})
+        prepare_finalize = kernel.prepare_finalize
+        kernel.observe = self._tracer.observe(
+            name, all2all=all2all, experts=experts, num_experts=num_experts, traffic=prepare_finalize.traffic
+        )
         if not any(prepare_finalize is known for known in self._all2alls):
             self._all2alls.append(prepare_finalize)
 
@@ -43,6 +56,7 @@ class Report:
         self._stop.set()
         self._thread.join(timeout=5.0)
         self._write()
+        self._tracer.close()
 
     def _run(self) -> None:
         while not self._stop.wait(WRITE_EVERY_S):

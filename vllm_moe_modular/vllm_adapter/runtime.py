@@ -137,7 +137,8 @@ class Runtime:
         """The kernel for a layer; its all-to-all and its experts are shared where the context is the same."""
         all2all: PrepareAndFinalize[Any] = self._shared(choice.all2all, context)
         experts: PermuteExpertsUnpermute = self._shared(choice.experts, context)
-        return ModularKernel(all2all, experts, allocate=self.workspace)
+        on_error = None if self.group is None else self.group.say_raised
+        return ModularKernel(all2all, experts, allocate=self.workspace, on_error=on_error)
 
     def _shared(self, part: Any, context: BuildContext) -> Any:
         context = context if part.per_layer else replace(context, layer=None)

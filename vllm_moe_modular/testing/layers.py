@@ -21,6 +21,7 @@ class Case:
         tokens: [W], of each rank.
         absent: the share of slots that have no expert.
         only_expert: every slot names this one.
+        repeated: the last slot of a token names the expert of its first.
         scattered: expert g is on rank g % W, and the local ids run backwards.
         max_tokens: announced per rank; None: the largest of `tokens`.
     """
@@ -32,6 +33,7 @@ class Case:
     H: int = 64  # enough columns that the largest error is no accident of one element
     absent: float = 0.0
     only_expert: int | None = None
+    repeated: bool = False
     scattered: bool = False
     weight_on_input: bool = False
     max_tokens: int | None = None
@@ -103,6 +105,8 @@ def make_batch(case: Case, rank: int, dtype: torch.dtype, *, seed: int = 0) -> B
     ids = torch.rand(T, case.G, generator=g).argsort(dim=1)[:, :K]
     if case.only_expert is not None:
         ids = torch.full((T, K), case.only_expert)
+    if case.repeated:
+        ids[:, -1] = ids[:, 0]
     weights = torch.rand(T, K, generator=g)
     absent = torch.rand(T, K, generator=g) < case.absent
     return Batch(x, ids.masked_fill(absent, -1).to(case.ids_dtype), weights.masked_fill(absent, float("nan")))
@@ -129,3 +133,16 @@ def plain_torch(batch: Batch, weights: ExpertWeights, *, weight_on_input: bool) 
         y = linear(silu(gate) * up, weights.w2[e], weights.w2_bias[e])
         out[t] += y if weight_on_input else y * weight
     return out
+
+
+def all_at_once(batch: Batch, weights: ExpertWeights) -> torch.Tensor:
+    """Every expert on every token in float64, on the CPU: the same as `right_answer`, in few calls of torch."""
+    x_TH, w13, w2 = batch.x.cpu().double(), weights.w13.double(), weights.w2.double()
+    assert weights.w13_bias is not None
+    assert weights.w2_bias is not None
+    gate, up = (torch.matmul(x_TH, w13.mT) + weights.w13_bias.double().unsqueeze(1)).chunk(2, dim=2)
+    y_GTH = torch.matmul(silu(gate) * up, w2.mT) + weights.w2_bias.double().unsqueeze(1)
+    ids_TK = batch.topk_ids.cpu().long()
+    y_TKH = y_GTH[ids_TK.clamp(min=0), torch.arange(len(x_TH)).unsqueeze(1)]
+    weighted = y_TKH * batch.topk_weights.cpu().double().unsqueeze(-1)
+    return torch.where(ids_TK.unsqueeze(-1) >= 0, weighted, 0.0).sum(dim=1)

@@ -1,0 +1,85 @@
+"""Every part that runs on a CPU keeps its contract. The list comes from the registry: a new part needs no edit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.faulty_parts import WeighsAtHome
+from vllm_moe_modular.cli.main import main
+from vllm_moe_modular.errors import MoEModularError, NoUsablePartError
+from vllm_moe_modular.experts.torch_experts import TorchExperts
+from vllm_moe_modular.selection.builtin import builtin_registry
+from vllm_moe_modular.selection.registry import Part, PartKind
+from vllm_moe_modular.testing.conformance import DTYPES, check_part, check_prepare_finalize
+from vllm_moe_modular.testing.conformance.for_pytest import ExpertsConformance
+from vllm_moe_modular.testing.conformance.prepare_finalize_cases import KILLED, RANDOM_STEPS_CASE
+from vllm_moe_modular.testing.conformance.run import case_names, objections
+from vllm_moe_modular.testing.ranks import Ranks
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_all_to_all"
+PARTS = [part for kind in PartKind for part in builtin_registry().of(kind)]
+
+
+def runs_here(part: Part) -> bool:
+    return not part.missing_modules() and any(not objections(part, 2, "cpu", dtype) for dtype in DTYPES)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.kind.value} {part.name}")
+def test_ours_keep_their_contract(part: Part, ranks_of: Callable[[int], Ranks]) -> None:
+    size = 2 if part.kind is PartKind.PREPARE_FINALIZE else 1
+    if not runs_here(part):
+        with pytest.raises(NoUsablePartError, match=f"{part.kind.value} {part.name} (cannot be tried on cpu|needs)"):
+            check_part(part)
+        return
+    report = check_part(part, ranks=ranks_of(size))
+    report.require()
+    assert len(report.passed) == len(case_names(part.kind, size, "cpu"))
+
+
+class TestTorchExperts(ExpertsConformance):
+    """As a package's own tests would have it."""
+
+    part = TorchExperts
+
+
+def test_an_all_to_all_that_weighs_at_home_keeps_its_contract(ranks_of: Callable[[int], Ranks]) -> None:
+    """None of ours does; those that the kit is for may."""
+    cases = [
+        name for name in case_names(PartKind.PREPARE_FINALIZE, 2, "cpu") if name not in (KILLED, RANDOM_STEPS_CASE)
+    ]
+    check_prepare_finalize(WeighsAtHome.build, cases=cases, ranks=ranks_of(2)).require()
+
+
+def test_the_example_keeps_its_contract(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    status = main(["conformance", "example_broadcast:BroadcastPrepareAndFinalize"])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert "all-to-all example_broadcast:BroadcastPrepareAndFinalize on 2 ranks (cpu): 0 of" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "no part is called 'nowhere'; there are: local,"),
+        (["nowhere:Class"], "nowhere:Class cannot be imported"),
+        (["pathlib:Path"], "pathlib:Path is neither a PrepareAndFinalize nor a PermuteExpertsUnpermute"),
+        (["torch", "--ranks", "1"], "--ranks is 1; an all-to-all is tried on two or more"),
+        (["torch", "--device", "tpu"], "--device tpu is not known; known: cpu, cuda"),
+        (["nvlink"], "all-to-all nvlink cannot be tried on cpu: runs on cuda, this device is cpu"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["conformance", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert says in printed
+
+
+def test_a_case_that_does_not_exist_lists_those_that_do() -> None:
+    with pytest.raises(MoEModularError, match="no case is called 'speed'; there are: rows arrive bitwise, "):
+        check_prepare_finalize(WeighsAtHome.build, cases=["speed"])
