@@ -1,6 +1,6 @@
 """vLLM with the plugin against vLLM without it, on one GPU: the same tokens, and tokens per second.
 
-    python -m benchmarks.serving tokens --out serving.jsonl [--families qwen3_moe ...]
+    python -m benchmarks.serving tokens --out serving.jsonl [--models qwen3_moe qwen3_moe:fp8_block ...] [--experts triton]
     python -m benchmarks.serving speed --out serving.jsonl [--profile]
 
 Each variant is an engine of its own in its own process, all of them on the one device at the same time; what is timed
@@ -24,10 +24,10 @@ from time import perf_counter
 from typing import Any
 
 PROMPTS, NEW_TOKENS = 8, 24
-FAMILIES_AT_A_TIME = 3  # four engines each, with some gigabytes of CUDA graphs
+MODELS_AT_A_TIME = 3  # four or more engines each, with some gigabytes of CUDA graphs
 ON = {"VLLM_MOE_MODULAR": "1", "VLLM_MOE_MODULAR_ALL2ALL": "local", "VLLM_MOE_MODULAR_EXPERTS": "triton"}
 OFF = {"VLLM_MOE_MODULAR": "0"}
-FAMILIES = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3")
+MODELS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3")
 LATENT_ATTENTION = ("deepseek_v3",)  # whose attention backends take no float32
 SPEED_MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16",
@@ -170,60 +170,67 @@ def run_engine(arguments: Mapping[str, Any]) -> None:
         print(json.dumps(getattr(calls, asked.pop("call"))(**asked)), file=answers, flush=True)
 
 
-def check_tokens(families: Sequence[str], folder: Path) -> Iterator[dict[str, object]]:
-    """Serve each family in each dtype with and without the plugin."""
-    for first in range(0, len(families), FAMILIES_AT_A_TIME):
-        yield from check_together(families[first : first + FAMILIES_AT_A_TIME], folder)
+def check_tokens(models: Sequence[str], experts: Sequence[str], folder: Path) -> Iterator[dict[str, object]]:
+    """Serve each model, "family" or "family:quantization", in each dtype without the plugin and with each experts."""
+    for first in range(0, len(models), MODELS_AT_A_TIME):
+        yield from check_together(models[first : first + MODELS_AT_A_TIME], experts, folder)
 
 
-def check_together(families: Sequence[str], folder: Path) -> Iterator[dict[str, object]]:
-    from vllm_moe_modular.testing.checkpoints.make import make_checkpoint
+def check_together(models: Sequence[str], experts: Sequence[str], folder: Path) -> Iterator[dict[str, object]]:
+    from vllm_moe_modular.testing.checkpoints import dequantise, make_checkpoint
     from vllm_moe_modular.testing.reference_tokens import default_prompts
 
     prompts = default_prompts(PROMPTS)
+    twins: dict[str, Path] = {}
     with ExitStack() as stack:
-        engines: dict[tuple[str, str, str], Engine] = {}
-        for family in families:
-            model = make_checkpoint(family, folder / family)
-            for dtype in ("bfloat16",) if family in LATENT_ATTENTION else ("float32", "bfloat16"):
-                for name, settings in (("off", OFF), ("on", ON)):
-                    arguments = {
-                        "model": str(model), "dtype": dtype, "max_model_len": 512, "max_num_batched_tokens": 512,
-                        "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False, "max_num_seqs": 16,
-                    } | ({} if family in LATENT_ATTENTION else {"attention_backend": "TRITON_ATTN"})  # fmt: skip
-                    log = folder / f"{family}-{dtype}-{name}.log"
-                    engines[family, dtype, name] = engine = Engine(name, settings, arguments, log)
+        engines: dict[tuple[str, str], list[Engine]] = {}
+        for model in models:
+            family, _, quantization = model.partition(":")
+            checkpoint = make_checkpoint(family, folder / f"{family}-{quantization}", quantization=quantization or None)
+            twins[model] = dequantise(checkpoint, folder / f"{family}-twin") if quantization else checkpoint
+            latent = family in LATENT_ATTENTION
+            for dtype in ("bfloat16",) if quantization or latent else ("float32", "bfloat16"):
+                arguments = {
+                    "model": str(checkpoint), "dtype": dtype, "max_model_len": 512, "max_num_batched_tokens": 512,
+                    "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False, "max_num_seqs": 16,
+                } | ({} if latent else {"attention_backend": "TRITON_ATTN"})  # fmt: skip
+                for name, settings in (("off", OFF), *((e, ON | {"VLLM_MOE_MODULAR_EXPERTS": e}) for e in experts)):
+                    log = folder / f"{family}-{quantization}-{dtype}-{name}.log"
+                    engine = Engine(name, settings, arguments, log)
+                    engines.setdefault((model, dtype), []).append(engine)
                     stack.callback(engine.stop)
-        truth = {family: hugging_face(folder / family, prompts) for family in families}
-        for family, dtype in dict.fromkeys((family, dtype) for family, dtype, _ in engines):
-            off, on = engines[family, dtype, "off"], engines[family, dtype, "on"]
-            result: dict[str, object] = {"family": family, "dtype": dtype}
-            try:
-                result |= compare(off, on, prompts, truth[family])
-            except RuntimeError as e:
-                result |= {"failed": str(e)}
-            yield result
+        truth = {model: hugging_face(twin, prompts) for model, twin in twins.items()}
+        for (model, dtype), (off, *ons) in engines.items():
+            for on in ons:
+                result: dict[str, object] = {"model": model, "dtype": dtype, "experts": on.name}
+                try:
+                    result |= compare(off, on, prompts, truth[model])
+                except RuntimeError as e:
+                    result |= {"failed": str(e)}
+                yield result
 
 
 def compare(off: Engine, on: Engine, prompts: list[list[int]], truth: Mapping[str, Any]) -> dict[str, object]:
     """Agreement of greedy tokens, and root mean square errors of log-probabilities of the reference's own text."""
-    tokens = {e.name: e.ask("generate", prompts=prompts, new_tokens=NEW_TOKENS) for e in (off, on)}
+    engines = {"off": off, "on": on}
+    tokens = {name: e.ask("generate", prompts=prompts, new_tokens=NEW_TOKENS) for name, e in engines.items()}
     texts = [prompt + new for prompt, new in zip(prompts, truth["tokens"], strict=True)]
-    logprobs = {e.name: e.ask("logprobs", texts=texts) for e in (off, on)}
-    right = [value for text in truth["logprobs"] for value in text]
-    errors = {
-        name: (sum((a - b) ** 2 for a, b in zip(flat, right, strict=True)) / len(right)) ** 0.5
-        for name, text in logprobs.items()
-        for flat in [[value for values in text for value in values]]
-    }
+    logprobs = {name: e.ask("logprobs", texts=texts) for name, e in engines.items()}
     return {
         "methods": on.ask("methods"),
         "on_equals_off": agreement(tokens["on"], tokens["off"]),
         "on_equals_reference": agreement(tokens["on"], truth["tokens"]),
         "off_equals_reference": agreement(tokens["off"], truth["tokens"]),
-        "error_on": errors["on"],
-        "error_off": errors["off"],
+        "error_on": distance(logprobs["on"], truth["logprobs"]),
+        "error_off": distance(logprobs["off"], truth["logprobs"]),
+        "on_from_off": distance(logprobs["on"], logprobs["off"]),
     }
+
+
+def distance(a: list[list[float]], b: list[list[float]]) -> float:
+    """Root mean square of the differences."""
+    pairs = [(x, y) for s, t in zip(a, b, strict=True) for x, y in zip(s, t, strict=True)]
+    return (sum((x - y) ** 2 for x, y in pairs) / len(pairs)) ** 0.5
 
 
 def agreement(a: list[list[int]], b: list[list[int]]) -> float:
@@ -294,7 +301,8 @@ def main() -> None:
     parser.add_argument("what", choices=("tokens", "speed", "engine"))
     parser.add_argument("arguments", nargs="?", help="of an engine, JSON")
     parser.add_argument("--out", type=Path, help="JSON lines are appended to this file; logs go beside it")
-    parser.add_argument("--families", nargs="+", default=FAMILIES)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--experts", nargs="+", default=["triton"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -308,7 +316,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{args.what}-", dir=args.out.parent))
     results = (
-        check_tokens(args.families, folder)
+        check_tokens(args.models, args.experts, folder)
         if args.what == "tokens"
         else measure_speed(folder, rounds=args.rounds, profile=args.profile)
     )
