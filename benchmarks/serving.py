@@ -1,6 +1,6 @@
 """vLLM with the plugin against vLLM without it, on one GPU: the same tokens, and tokens per second.
 
-    python -m benchmarks.serving tokens --out serving.jsonl [--models qwen3_moe qwen3_moe:fp8_block ...] [--experts triton]
+    python -m benchmarks.serving tokens --out serving.jsonl [--models qwen3_moe qwen3_moe:fp8_block ...] [--experts vllm]
     python -m benchmarks.serving speed --out serving.jsonl [--profile]
 
 Each variant is an engine of its own in its own process, all of them on the one device at the same time; what is timed
