@@ -120,10 +120,10 @@ def relative_error(weights: ExpertWeights, rows: StandardRows, got: torch.Tensor
     return errors[0].item(), errors[1].item()
 
 
-def candidates(shape: Shape, weights: ExpertWeights, workspace: Workspace) -> dict[str, Layer]:
+def candidates(shape: Shape, weights: ExpertWeights) -> dict[str, Layer]:
     return {
-        "deep_gemm": layer_of(DeepGemmExperts(shape.activation), weights, workspace),
-        "triton": layer_of(TritonExperts(shape.activation), weights, workspace),
+        "deep_gemm": layer_of(DeepGemmExperts(shape.activation), weights, Workspace(torch.device("cuda"))),
+        "triton": layer_of(TritonExperts(shape.activation), weights, Workspace(torch.device("cuda"))),
     }
 
 
@@ -139,9 +139,8 @@ def weights_of(point: str) -> ExpertWeights:
 def measure(point: str, weights: ExpertWeights, M: int, *, rounds: int) -> Iterator[dict[str, object]]:
     shape, _ = POINTS[point]
     steps = random_steps(shape, M, steps_to_rotate(shape, M))
-    workspace = Workspace(torch.device("cuda"))
     errors, graphs = {"gemms": 0.0}, {}
-    for name, layer in candidates(shape, weights, workspace).items():
+    for name, layer in candidates(shape, weights).items():
         try:
             errors[name], torchs = relative_error(weights, steps[-1], layer(steps[-1]))
             if errors[name] <= 2 * torchs:
@@ -154,7 +153,7 @@ def measure(point: str, weights: ExpertWeights, M: int, *, rounds: int) -> Itera
     alone = gemms_alone(shape, weights, M)
     graphs["gemms"] = captured([partial(alone, step) for step in steps])
     for name, timing in time_in_turns(graphs, calls=len(steps), rounds=rounds).items():
-        yield {"experts": name, "point": point, "M": M, "error": errors[name], "workspace_bytes": workspace.nbytes,
+        yield {"experts": name, "point": point, "M": M, "error": errors[name], 
                **asdict(timing)}  # fmt: skip
 
 

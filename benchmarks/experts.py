@@ -107,13 +107,15 @@ CANDIDATES: dict[str, Candidate] = {"ours": ours, "deep_gemm": deep_gemm, "torch
 FP8_CANDIDATES: dict[str, Candidate] = {"ours": ours, "deep_gemm": deep_gemm, "vllm": vllm_triton}
 
 
-def candidates(shape: Shape, weights: ExpertWeights, workspace: Workspace) -> dict[str, Layer]:
+def candidates(shape: Shape, weights: ExpertWeights) -> dict[str, tuple[Layer, Workspace]]:
+    """Each with scratch memory of its own: what grows for one would move under the captured graph of another."""
     layers = {}
     for name, candidate in (FP8_CANDIDATES if shape.fp8 else CANDIDATES).items():
         if shape.interleaved_swiglu and name != "ours":
             continue
         try:
-            layers[name] = candidate(shape, weights, workspace)
+            workspace = Workspace(torch.device("cuda"))
+            layers[name] = candidate(shape, weights, workspace), workspace
         except (ImportError, UnsupportedError) as e:
             print(f"{name} is left out: {e}", file=sys.stderr)
     return layers
@@ -158,9 +160,8 @@ def relative_error(shape: Shape, weights: ExpertWeights, rows: StandardRows, got
 def measure(shape: Shape, weights: ExpertWeights, M: int, *, rounds: int) -> Iterator[dict[str, object]]:
     steps = random_steps(shape, M, steps_to_rotate(shape, M))
     roof = roof_us(shape, steps)
-    workspace = Workspace(torch.device("cuda"))
-    errors, graphs = {}, {}
-    for name, layer in candidates(shape, weights, workspace).items():
+    errors, graphs, workspaces = {}, {}, {}
+    for name, (layer, workspaces[name]) in candidates(shape, weights).items():
         try:
             errors[name], plain = relative_error(shape, weights, steps[-1], layer(steps[-1]))
             if errors[name] <= 2 * plain:
@@ -174,7 +175,7 @@ def measure(shape: Shape, weights: ExpertWeights, M: int, *, rounds: int) -> Ite
         yield {
             "experts": name, "model": shape.model, "weights": "fp8 128x128" if shape.fp8 else "bf16", "M": M,
             "roof_us": roof, "eff": roof / timing.median_us,
-            "error": errors[name], "workspace_bytes": workspace.nbytes, **asdict(timing),
+            "error": errors[name], "workspace_bytes": workspaces[name].nbytes, **asdict(timing),
         }  # fmt: skip
 
 

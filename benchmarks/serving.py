@@ -1,6 +1,6 @@
 """vLLM with the plugin against vLLM without it, on one GPU: the same tokens, and tokens per second.
 
-    python -m benchmarks.serving tokens --out serving.jsonl [--models qwen3_moe qwen3_moe:fp8_block ...] [--experts vllm]
+    python -m benchmarks.serving tokens --out serving.jsonl [--models qwen3_moe qwen3_moe:fp8_block ...] [--experts E]
     python -m benchmarks.serving speed --out serving.jsonl [--profile]
 
 Each variant is an engine of its own in its own process, all of them on the one device at the same time; what is timed
@@ -29,6 +29,7 @@ ON = {"VLLM_MOE_MODULAR": "1", "VLLM_MOE_MODULAR_ALL2ALL": "local", "VLLM_MOE_MO
 OFF = {"VLLM_MOE_MODULAR": "0"}
 MODELS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3")
 LATENT_ATTENTION = ("deepseek_v3",)  # whose attention backends take no float32
+GPU_HEADS = {"qk_nope_head_dim": 128, "v_head_dim": 128}  # the only ones that vLLM's prefill takes on a GPU
 SPEED_MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16",
     "hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144, "num_experts": 128,
@@ -186,9 +187,14 @@ def check_together(models: Sequence[str], experts: Sequence[str], folder: Path) 
         engines: dict[tuple[str, str], list[Engine]] = {}
         for model in models:
             family, _, quantization = model.partition(":")
-            checkpoint = make_checkpoint(family, folder / f"{family}-{quantization}", quantization=quantization or None)
-            twins[model] = dequantise(checkpoint, folder / f"{family}-twin") if quantization else checkpoint
             latent = family in LATENT_ATTENTION
+            checkpoint = make_checkpoint(
+                family, folder / f"{family}-{quantization}", quantization=quantization or None,
+                config=GPU_HEADS if latent else None,
+            )  # fmt: skip
+            twins[model] = (
+                dequantise(checkpoint, folder / f"{family}-{quantization}-twin") if quantization else checkpoint
+            )
             for dtype in ("bfloat16",) if quantization or latent else ("float32", "bfloat16"):
                 arguments = {
                     "model": str(checkpoint), "dtype": dtype, "max_model_len": 512, "max_num_batched_tokens": 512,

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.kernels.common import DEVICE, DTYPES, poisoned, randn, random_fp8_weights, random_ids, stand_for
+from tests.kernels.common import DEVICE, poisoned, randn, random_fp8_weights, random_ids, stand_for
 from vllm_moe_modular.errors import ShapeError, UnsupportedError
 from vllm_moe_modular.experts.triton_experts import TritonExperts, is_small_batch
 from vllm_moe_modular.kernels.gemm_tiles import GemmTile, GemmTiles
@@ -118,7 +118,7 @@ def assert_right(got: torch.Tensor, rows: StandardRows, weights: ExpertWeights, 
     assert_as_accurate_as(got, naive, reference(rows, weights, case, torch.float64, quantise_rows=False))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_float64(case: Case, dtype: torch.dtype) -> None:
     rows, weights = case.problem(dtype)

@@ -131,9 +131,9 @@ def test_explain_is_stable_text() -> None:
     names = {"local", "nvlink", "torch"}
     registry = Registry()
     registry.add_all(p for kind in PartKind for p in builtin_registry().of(kind) if p.name in names)
-    problem = replace(TP2_EP, activation="situ", quant_scheme="fp8 128x128")
+    problem = replace(TP2_EP, activation="situ", quant_scheme="awq 4-bit")
     assert select(registry, problem, LAPTOP, all2all="torch", missing={}).explain().splitlines() == [
-        "layer   8 experts, 4 on each rank, top 2; hidden 64, intermediate 32, situ; bfloat16, weights fp8 128x128",
+        "layer   8 experts, 4 on each rank, top 2; hidden 64, intermediate 32, situ; bfloat16, weights awq 4-bit",
         "served  TP 2, DP 1, EP 2; 1 host; up to 8192 tokens per rank and step",
         "device  cpu",
         "all-to-all (asked for: torch)",
@@ -142,8 +142,8 @@ def test_explain_is_stable_text() -> None:
         "                   every rank already has all tokens, sending them gains nothing; `local` does without",
         "   usable  torch   every rank already has all tokens, sending them gains nothing; `local` does without",
         "experts (asked for: auto)",
-        "       no  torch   the weights are quantised (fp8 128x128); use the vllm experts, or serve an "
-        "unquantised checkpoint",
+        "       no  torch   the weights are quantised (awq 4-bit), it reads fp8, fp8 128x128, "
+        "compressed-tensors float8, compressed-tensors float8 128x128; use the vllm experts",
         "                   activation situ is not one of silu, gelu, gelu_tanh, swigluoai, swigluoai_uninterleave, "
         "silu_no_mul, gelu_no_mul, relu2_no_mul; leave the layer to vLLM",
     ]
@@ -185,7 +185,7 @@ def test_deep_gemm_runs_both_schemes_by_name(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("problem", "device", "says"),
     [
-        (replace(QWEN3_30B, quant_scheme="mxfp4"), H200, r"quantised \(mxfp4\), not one of unquantised, fp8 128x128"),
+        (replace(QWEN3_30B, quant_scheme="mxfp4"), H200, r"quantised \(mxfp4\), it reads fp8 128x128"),
         (replace(QWEN3_30B, intermediate=96), H200, "intermediate size 96 on a rank: it takes multiples of 64"),
         (replace(QWEN3_30B, quant_scheme="fp8 128x128", hidden=192), H200, "hidden size 192 .* multiples of 128"),
         (replace(QWEN3_30B, has_bias=True), H200, "biases, which it does not add"),

@@ -256,6 +256,11 @@ def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:
     if rows.x.shape[1] != H:
         raise ShapeError("x", want=("R", "H"), values={"R": R, "H": H}, got=rows.x.shape)
     require_scales(weights, "the triton experts")
+    if weights.w13_scale is not None and rows.x.dtype == torch.float32:
+        raise UnsupportedError(
+            "fp8 weights with rows in float32 in the triton experts",
+            instead="serve with --dtype bfloat16, or use the torch experts",
+        )
     for name, w in (("w13", weights.w13), ("w2", weights.w2)):
         if w.dtype not in (rows.x.dtype, torch.float8_e4m3fn):
             raise UnsupportedError(

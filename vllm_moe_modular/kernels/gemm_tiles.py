@@ -69,7 +69,7 @@ def choose_tiles(
     """
     mean_rows = slots / num_experts
     if itemsize == 1:
-        return _choose_fp8_tiles(mean_rows, intermediate=intermediate, room=shared_memory_bytes - _EPILOGUE_BYTES)
+        return _choose_fp8_tiles(mean_rows, room=shared_memory_bytes - _EPILOGUE_BYTES)
     if mean_rows >= 48:
         tiles = GemmTiles(
             block_rows=128,
@@ -118,18 +118,14 @@ def _cut(tile: GemmTile, *, block_rows: int, columns_per_output: int, room: int)
     return tile
 
 
-def _choose_fp8_tiles(mean_rows: float, *, intermediate: int, room: int) -> GemmTiles:
-    if mean_rows >= 48:
-        tiles = GemmTiles(
-            block_rows=128,
-            gated=GemmTile(128, 128, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1),
-            down=GemmTile(256, 128, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1),
-            gather_first=mean_rows >= 192 and intermediate >= 1024,
-        )
-    elif mean_rows >= 24:
+def _choose_fp8_tiles(mean_rows: float, *, room: int) -> GemmTiles:
+    if mean_rows >= 24:  # blocks of 128 rows need more registers than there are
+        persistent = mean_rows < 96
         tiles = GemmTiles(
             block_rows=64,
-            gated=GemmTile(128, 128, group_rows=1, num_warps=8, num_stages=4),
+            gated=GemmTile(
+                128, 128, group_rows=1, num_warps=8, num_stages=4 if persistent else 5, programs_per_sm=int(persistent)
+            ),
             down=GemmTile(128, 128, group_rows=1, num_warps=4, num_stages=3),
         )
     else:

@@ -9,10 +9,10 @@ def quantize_fp8(x_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     R, H = x_RH.shape
     groups = pad(x_RH.float(), (0, -H % 128)).view(R, -1, 128)
     largest = groups.abs().amax(dim=2).clamp(min=2.0**-100)
-    # Not 448 / largest, which torch takes for 448 times a rounded reciprocal.
-    factors = torch.full_like(largest, 448).div(largest)
-    values = (groups * factors[:, :, None]).view(R, -1)[:, :H]
-    return values.to(torch.float8_e4m3fn), largest / 448
+    # By a tensor: a number on either side torch takes for a product with a rounded reciprocal.
+    most = torch.full_like(largest, 448)
+    values = (groups * most.div(largest)[:, :, None]).view(R, -1)[:, :H]
+    return values.to(torch.float8_e4m3fn), largest.div(most)
 
 
 def dequantize_fp8(values_RH: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:

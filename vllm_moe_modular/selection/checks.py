@@ -54,16 +54,6 @@ def activation_one_of(*names: str) -> Check:
     return check
 
 
-def plain_weights(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
-    """For experts that read unquantised weights off the layer."""
-    if problem.irreplaceable:
-        return None  # which says it all
-    if problem.quant_scheme != "none":
-        scheme = problem.quant_scheme
-        return f"the weights are quantised ({scheme}); use the vllm experts, or serve an unquantised checkpoint"
-    return problem.weights_missing or None
-
-
 def weights_one_of(*schemes: str) -> Check:
     """For experts that read the weights off the layer, unquantised ("none") or in other schemes."""
 
@@ -71,8 +61,8 @@ def weights_one_of(*schemes: str) -> Check:
         if problem.irreplaceable:
             return None  # which says it all
         if problem.quant_scheme not in schemes:
-            known = ", ".join("unquantised" if s == "none" else s for s in schemes)
-            return f"the weights are quantised ({problem.quant_scheme}), not one of {known}; serve such a checkpoint"
+            known = ", ".join(s for s in schemes if s != "none")
+            return f"the weights are quantised ({problem.quant_scheme}), it reads {known}; use the vllm experts"
         return problem.weights_missing or None
 
     return check
@@ -102,6 +92,30 @@ def compute_capability(*known: int) -> Check:
             return None
         names = ", ".join(f"{sm // 10}.{sm % 10}" for sm in known)
         return f"compute capability {device.sm // 10}.{device.sm % 10} is not {names}, where it was tested"
+
+    return check
+
+
+def compared_when_served(*schemes: str) -> Check:
+    """A reservation: where a served model was not yet compared with vLLM's own kernels, on tokens and on speed.
+
+    Args:
+        schemes: for which it was: on one Hopper GPU, in bfloat16.
+    """
+
+    def check(problem: Problem, device: Device) -> str | None:
+        where = ""
+        if device.sm != 90:
+            where = f"on compute capability {device.sm // 10}.{device.sm % 10}"
+        elif problem.ep_size > 1 or problem.dp_size > 1:
+            where = "over several GPUs"
+        elif problem.quant_scheme not in schemes:
+            where = f"with weights in {problem.quant_scheme}"
+        elif problem.dtype != "bfloat16":
+            where = f"in {problem.dtype}"
+        if device.kind != "cuda" or not where:
+            return None
+        return f"not yet compared with vLLM's kernels in a served model {where}; name it to use it"
 
     return check
 

@@ -1,7 +1,10 @@
 """Experts `vllm`: whatever expert kernel vLLM chose for the layer's quant method, reused as it is.
 
-vLLM's own method is called with its kernel's all-to-all taken out and the layer's expert map replaced: what arrives are
-the rows of this rank, with local ids. So its weights keep the names, layout and scales that it gave them.
+vLLM's own method is called, with the all-to-all of its kernel taken out. What arrives are rows of this rank with local
+ids; its kernels get back the global ids that their own expert map takes to these. So the weights keep the names, layout
+and scales that vLLM gave them.
+
+Letters: R rows, K top-k, E local experts.
 """
 
 import copy
@@ -55,13 +58,11 @@ class VllmExperts(PermuteExpertsUnpermute):
             raise UnsupportedError("the vllm experts on this layer", instead=why)
         self._method = layer.quant_method
         self._alone: Any = None  # a copy of the method, whose kernel has no all-to-all
+        self._layer = layer
         self._num_experts = num_experts
-        # One expert more, which is nowhere: where slots without an expert here are sent. Kernels for CPUs ignore the
-        # map, so that there such slots go to an expert that is here, with a weight of 0.
-        self._has_map = device.type != "cpu"
-        expert_map = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
-        expert_map[num_experts] = -1
-        self._layer = _LayerOfOneRank(layer, num_experts, expert_map if self._has_map else None)
+        self._global_of_E: torch.Tensor | None = None  # [E + 1], and last an expert that is not here
+        if layer.expert_map is not None and device.type != "cpu":  # kernels for CPUs pay no heed to it
+            self._global_of_E = _inverse(layer.expert_map.tolist(), num_experts).to(device)
 
     @classmethod
     def build(cls, context: BuildContext) -> "VllmExperts":
@@ -93,16 +94,13 @@ class VllmExperts(PermuteExpertsUnpermute):
             )
         if rows.x.shape[0] == 0:
             return torch.empty_like(rows.x)
-        here_RK = (rows.topk_ids >= 0) & (rows.topk_ids < self._num_experts)
-        nowhere = self._num_experts if self._has_map else 0
-        return self._method_alone().apply(
-            self._layer,
-            rows.x,
-            rows.topk_weights.masked_fill(~here_RK, 0.0),
-            rows.topk_ids.masked_fill(~here_RK, nowhere),
-            None,
-            None,
-        )
+        ids_RK, weights_RK = rows.topk_ids, rows.topk_weights
+        here_RK = (ids_RK >= 0) & (ids_RK < self._num_experts)
+        if self._global_of_E is not None:
+            ids_RK = self._global_of_E[torch.where(here_RK, ids_RK, self._num_experts)]
+        else:  # no expert is elsewhere: any will do, with a weight of 0
+            ids_RK, weights_RK = ids_RK.masked_fill(~here_RK, 0), weights_RK.masked_fill(~here_RK, 0.0)
+        return self._method_alone().apply(self._layer, rows.x, weights_RK, ids_RK, None, None)
 
     def _method_alone(self) -> Any:
         experts = self._method.moe_kernel.fused_experts  # a reload may have made new ones
@@ -121,13 +119,7 @@ def _copy_of(quant_method: Any) -> Any:
     return copied
 
 
-class _LayerOfOneRank:
-    """vLLM's layer, but that its experts are those of this rank, numbered from 0."""
-
-    def __init__(self, layer: Any, num_experts: int, expert_map: torch.Tensor | None) -> None:
-        self._layer = layer
-        self.global_num_experts = num_experts if expert_map is None else num_experts + 1
-        self.expert_map = expert_map
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+def _inverse(expert_map: list[int], num_experts: int) -> torch.Tensor:
+    """[E + 1], int32: the global id of every local expert, then one that is not here."""
+    global_of = {local: g for g, local in enumerate(expert_map)}
+    return torch.tensor([*(global_of[e] for e in range(num_experts)), global_of[-1]], dtype=torch.int32)

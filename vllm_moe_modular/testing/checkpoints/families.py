@@ -61,8 +61,7 @@ class Family:
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_DIM}
 _LATENT_ATTENTION = {
     # 512 and 64: the only latent and rotary widths that vLLM's MLA backends take.
-    # 128: what its prefill takes on a GPU.
-    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM},
     **{"num_attention_heads": 2, "num_key_value_heads": 2},
 }
 _DEEPSEEK_KEYS = {"intermediate": ("moe_intermediate_size", "intermediate_size"), "experts": ("n_routed_experts",)}

@@ -35,6 +35,7 @@ def make_checkpoint(
     layers: int | None = None,
     vocab: int | None = None,
     quantization: str | None = None,
+    config: Mapping[str, object] | None = None,
     seed: int = 0,
     force: bool = False,
 ) -> Path:
@@ -42,12 +43,14 @@ def make_checkpoint(
 
     `hidden`, `intermediate` (of one expert) and `vocab` are elements, the rest counts; None takes the tiny default of
     the family, or of the quantisation (a few MB). Weights are float32; with a `quantization` (one of
-    `QUANTIZATIONS`) those of the routed experts are quantised and all others bfloat16. A folder that holds anything is
-    refused unless `force`; then files of the same names are replaced. Raises `CheckpointError` with every objection. An
-    interrupted call leaves `out_dir` as it was.
+    `QUANTIZATIONS`) those of the routed experts are quantised and all others bfloat16. `config` has further entries of
+    the configuration, as transformers spells them. A folder that holds anything is refused unless `force`; then files
+    of the same names are replaced. Raises `CheckpointError` with every objection. An interrupted call leaves `out_dir`
+    as it was.
     """
     chosen = {"hidden": hidden, "intermediate": intermediate, "experts": experts, "top_k": top_k, "layers": layers}
     known, sizes = _checked(family, quantization, {**chosen, "vocab": vocab})
+    known = replace(known, config={**known.config, **(config or {})})
     with made_beside(Path(out_dir), force=force) as folder:
         _write(known, sizes, folder, quantization, seed)
     return Path(out_dir)

@@ -91,6 +91,10 @@ def check_part(part: Part, *, num_ranks: int = 2, device: str = "cpu", ranks: Ra
     Raises:
         NoUsablePartError: its checks rule out this device, or a module that it needs is missing; with the reasons.
     """
+    if part.per_layer:
+        raise NoUsablePartError(
+            f"{part.kind.value} {part.label} cannot be tried on {device}: it needs a server's layer"
+        )
     dtypes = [dtype for dtype in DTYPES if not objections(part, num_ranks, device, dtype)]
     if missing := part.missing_modules():
         raise NoUsablePartError(f"{part.kind.value} {part.label} needs {', '.join(missing)}, not installed here")
