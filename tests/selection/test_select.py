@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,7 +180,20 @@ QWEN3_30B = replace(SINGLE, num_experts=128, num_local_experts=128, top_k=8, hid
 def test_deep_gemm_runs_both_schemes_by_name(scheme: str) -> None:
     problem = replace(QWEN3_30B, quant_scheme=scheme)
     assert chosen(problem, H200, experts="deep_gemm") == "local + deep_gemm"
-    assert chosen(problem, H200) == "None"
+    assert chosen(problem, H200) in ("local + triton", "None"), "auto takes what was compared in a served model"
+
+
+@pytest.mark.parametrize(
+    ("more", "auto_takes"),
+    [
+        ({}, "local + triton"),
+        ({"quant_scheme": "fp8 128x128"}, "None"),
+        ({"dtype": "float16"}, "None"),
+        ({"tp_size": 2, "ep_size": 2}, "None"),
+    ],
+)
+def test_auto_on_a_gpu_takes_what_was_compared_in_a_served_model(more: dict[str, Any], auto_takes: str) -> None:
+    assert chosen(replace(QWEN3_30B, **more), H200) == auto_takes
 
 
 @pytest.mark.parametrize(

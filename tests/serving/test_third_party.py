@@ -9,7 +9,7 @@ from tests.serving.cells import MODES, SETTINGS_ON
 from tests.serving.conftest import MAX_TOKENS, PROMPTS
 from vllm_moe_modular.testing.serving import Server
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.full]
 
 
 def test_the_example_serves_with_the_tokens_of_hugging_face(

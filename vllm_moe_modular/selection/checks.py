@@ -107,7 +107,7 @@ def compared_when_served(*schemes: str) -> Check:
         where = ""
         if device.sm != 90:
             where = f"on compute capability {device.sm // 10}.{device.sm % 10}"
-        elif problem.ep_size > 1 or problem.dp_size > 1:
+        elif max(problem.tp_size, problem.dp_size, problem.ep_size) > 1:
             where = "over several GPUs"
         elif problem.quant_scheme not in schemes:
             where = f"with weights in {problem.quant_scheme}"
