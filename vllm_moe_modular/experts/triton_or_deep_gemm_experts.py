@@ -21,7 +21,8 @@ from vllm_moe_modular.modular.workspace import BufferSpec
 def prefers_deep_gemm(*, slots: int, num_experts: int, intermediate: int, fp8: bool) -> bool:
     """Pure; the limits were measured on an H200: benchmarks/notes_experts.md.
 
-    Few rows per expert fill blocks of 128 badly; narrow experts do not pay for writing both halves of the first GEMM.
+    Few rows per expert fill blocks of 128 badly; narrow experts do not pay for writing both halves of the first GEMM,
+    and for wide ones it gains nothing.
 
     Args:
         slots: rows times top-k.
@@ -29,7 +30,7 @@ def prefers_deep_gemm(*, slots: int, num_experts: int, intermediate: int, fp8: b
     mean_rows = slots / num_experts
     if fp8:
         return mean_rows >= 96
-    return intermediate >= 1024 and 192 <= mean_rows < 1536
+    return 1024 <= intermediate < 4096 and mean_rows >= 192
 
 
 class TritonOrDeepGemmExperts(PermuteExpertsUnpermute):
