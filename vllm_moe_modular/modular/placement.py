@@ -43,7 +43,7 @@ class ExpertPlacement:
 
     @classmethod
     def from_expert_maps(cls, expert_maps: Sequence[Sequence[int]]) -> "ExpertPlacement":
-        """From every rank's map of global to local ids ([W][G], -1 = not there), as each rank's server built it.
+        """From the map of global to local ids of each of W ranks, [G], -1 = not there, as its server built it.
 
         Raises:
             AgreementError: an expert is on no rank or on several, or the maps differ in length.
