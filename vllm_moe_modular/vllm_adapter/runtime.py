@@ -130,7 +130,9 @@ class Runtime:
         for kind, verdicts in selection.verdicts.items():
             name = selection.asked_for[kind]
             fits = ", ".join(v.part.name for v in verdicts if v.usable(name))
-            reasons.append(f"{kind.value} asked for by name" if name != AUTO else f"{kind.value} first of {fits}")
+            against = [why.partition(";")[0] for v in verdicts if v.part.name == name for why in v.reservations]
+            named = f"{kind.value} asked for by name" + (f" although {', '.join(against)}" if against else "")
+            reasons.append(named if name != AUTO else f"{kind.value} first of {fits}")
         return "; ".join(reasons)
 
     def build_kernel(self, choice: Choice, context: BuildContext) -> ModularKernel:
