@@ -131,6 +131,30 @@ def test_named_parts_that_no_layer_can_use_stop_the_start() -> None:
     assert mixed.is_swapped
 
 
+def test_a_layer_that_only_the_vllm_experts_know_is_left_in_a_mixed_model_and_not_alone() -> None:
+    fields = {"quant_scheme": "AWQMarlinMoEMethod", "only_vllm_experts": True, "vllm_experts": ""}
+    quantised = Problem(**{**_fields(SINGLE), **fields})
+    with pytest.raises(
+        NoUsablePartError, match="AWQMarlinMoEMethod has no modular form here but with the vllm experts"
+    ):
+        load(NAMED, Layer("a", quantised))
+    left, mixed = Layer("a", quantised), Layer("b")
+    load(NAMED, left, mixed)
+    assert not left.is_swapped
+    assert mixed.is_swapped
+
+
+def test_what_vllm_has_processed_is_planned_anew_and_no_longer_read() -> None:
+    """`auto` may have chosen the vllm experts before it was known which kernel vLLM would take."""
+    left_to_vllm = Layer("a")
+    made = Adapter(Settings(enabled=True))
+    made.layer = lambda module: left_to_vllm if module is left_to_vllm.module else None  # type: ignore[method-assign]
+    processed = []
+    made.process_weights(lambda _, module: processed.append(module), SimpleNamespace(), left_to_vllm.module)
+    assert processed == [left_to_vllm.module]
+    assert "vLLM has laid out the weights for its own kernel" in left_to_vllm.weights_missing
+
+
 def test_skipping_every_layer_is_no_error_even_with_named_parts() -> None:
     layer = Layer("a")
     load(Settings(enabled=True, all2all="local", experts="torch", skip_layers=("*",)), layer)
