@@ -53,7 +53,7 @@ class Layer(MoELayer):
 
 class Adapter(adapter.Adapter):
     patches = ()
-    profile_misses_set_up = False
+    profile_misses_set_up = True
 
     def layer(self, module: Any) -> None: ...
 
@@ -198,6 +198,53 @@ def test_named_parts_that_no_layer_can_use_stop_the_start() -> None:
     mixed = Layer("b")
     load(NAMED, Layer("a", irreplaceable), mixed)
     assert mixed.is_swapped
+
+
+def test_a_layer_that_only_the_vllm_experts_know_is_left_in_a_mixed_model_and_not_alone() -> None:
+    fields = {"quant_scheme": "AWQMarlinMoEMethod", "only_vllm_experts": True, "vllm_experts": ""}
+    quantised = Problem(**{**_fields(SINGLE), **fields})
+    with pytest.raises(
+        NoUsablePartError, match="AWQMarlinMoEMethod has no modular form here but with the vllm experts"
+    ):
+        load(NAMED, Layer("a", quantised))
+    left, mixed = Layer("a", quantised), Layer("b")
+    load(NAMED, left, mixed)
+    assert not left.is_swapped
+    assert mixed.is_swapped
+
+
+def test_what_vllm_has_processed_is_planned_anew_and_no_longer_read() -> None:
+    """`auto` may have chosen the vllm experts before it was known which kernel vLLM would take."""
+    left_to_vllm = Layer("a")
+    made = Adapter(Settings(enabled=True))
+    made.layer = lambda module: left_to_vllm if module is left_to_vllm.module else None  # type: ignore[method-assign]
+    processed = []
+    made.process_weights(lambda _, module: processed.append(module), SimpleNamespace(), left_to_vllm.module)
+    assert processed == [left_to_vllm.module]
+    assert "vLLM has laid out the weights for its own kernel" in left_to_vllm.weights_missing
+
+
+@pytest.mark.parametrize(("misses", "counted"), [(True, 7_000), (False, 5_000)])
+def test_what_set_up_holds_is_told_to_a_profile_that_misses_it(
+    misses: bool, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU there is nothing to tell, and runners have no such count."""
+    load(NAMED, Layer("a"))
+    allocated = iter([10_000, 12_000])
+    monkeypatch.setattr(adapter, "_allocated_bytes", lambda: next(allocated))
+    made = Adapter(NAMED)
+    made.profile_misses_set_up = misses  # type: ignore[misc]
+    runner = Layers([Layer("a")])
+    runner.model_memory_usage = 5_000
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}), model_runner=runner)
+    made.load_model(lambda worker: None, worker)  # noqa: ARG005
+    assert runner.model_memory_usage == counted
+
+
+class Layers(list[Layer]):
+    """A model runner that has them."""
+
+    model_memory_usage: int
 
 
 def test_skipping_every_layer_is_no_error_even_with_named_parts() -> None:

@@ -104,7 +104,7 @@ class Adapter(ABC):
             return
         with self.current_config(worker.vllm_config):
             self.commit(self.layers(worker.model_runner))
-        if self.profile_misses_set_up:
+        if self._held_bytes and self.profile_misses_set_up:  # none on a CPU, whose runners keep no such count
             worker.model_runner.model_memory_usage += self._held_bytes
 
     def loads_dummy_weights(self, *args: Any, **kwargs: Any) -> bool:

@@ -87,6 +87,9 @@ class Runtime:
         problem = replace(problem, hosts=self.hosts)
         selection = self._select(problem)
         if selection.choice is None:
+            if self.names_parts and problem.only_vllm_experts:  # in a model that has other layers too
+                why = f"vLLM's {problem.quant_scheme} has no modular form here but with the vllm experts"
+                return Plan(problem, None, f"{why}; the layer stays with vLLM")
             if self.names_parts:
                 selection.require()
             return Plan(problem, None, selection.why_not)
