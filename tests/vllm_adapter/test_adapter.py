@@ -201,8 +201,7 @@ def test_named_parts_that_no_layer_can_use_stop_the_start() -> None:
 
 
 def test_a_layer_that_only_the_vllm_experts_know_is_left_in_a_mixed_model_and_not_alone() -> None:
-    fields = {"quant_scheme": "AWQMarlinMoEMethod", "only_vllm_experts": True, "vllm_experts": ""}
-    quantised = Problem(**{**_fields(SINGLE), **fields})
+    quantised = replace(SINGLE, quant_scheme="AWQMarlinMoEMethod", only_vllm_experts=True)
     with pytest.raises(
         NoUsablePartError, match="AWQMarlinMoEMethod has no modular form here but with the vllm experts"
     ):
@@ -236,7 +235,8 @@ def test_what_set_up_holds_is_told_to_a_profile_that_misses_it(
     made.profile_misses_set_up = misses  # type: ignore[misc]
     runner = Layers([Layer("a")])
     runner.model_memory_usage = 5_000
-    worker = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}), model_runner=runner)
+    worker = worker_of()
+    worker.model_runner = runner
     made.load_model(lambda worker: None, worker)  # noqa: ARG005
     assert runner.model_memory_usage == counted
 
