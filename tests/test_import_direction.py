@@ -33,6 +33,7 @@ MAY_IMPORT = {
 """By layer, the other layers that it may import."""
 
 MAY_IMPORT_VLLM = {"vllm_adapter", "plugin"}
+MAY_IMPORT_MATPLOTLIB = {ROOT / "cli" / "trace_figures.py"}  # an optional extra of one command
 NO_TORCH_AT_IMPORT = [
     "",
     ".settings",
@@ -68,6 +69,7 @@ def test_imports_point_down(path: Path) -> None:
     for name in imports(path):
         top, *rest = name.split(".")
         assert top != "vllm" or layer in MAY_IMPORT_VLLM, f"{layer} imports {name}"
+        assert top != "matplotlib" or path in MAY_IMPORT_MATPLOTLIB, f"{path.name} imports {name}"
         assert not name.startswith("."), f"{layer} imports {name}; write the whole name, which says the layer"
         if top == PACKAGE and rest:
             assert rest[0] == layer or rest[0] in MAY_IMPORT[layer] or rest[0].startswith("__"), (
@@ -86,6 +88,6 @@ def test_layers_have_an_order(layer: str) -> None:
 
 def test_what_runs_before_the_flag_is_read_imports_neither_torch_nor_vllm() -> None:
     code = "import sys\n" + "\n".join(f"import {PACKAGE}{module}" for module in NO_TORCH_AT_IMPORT)
-    code += "\nprint([m for m in ('torch', 'vllm', 'triton') if m in sys.modules])"
+    code += "\nprint([m for m in ('torch', 'vllm', 'triton', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

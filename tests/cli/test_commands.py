@@ -30,6 +30,7 @@ RUNS: dict[str, Callable[[Path], list[str]]] = {
 
 MARKS = {
     "checkpoint": [pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers in this environment")],
+    "trace": [pytest.mark.skipif(find_spec("matplotlib") is None, reason="no matplotlib in this environment")],
     # Its own test serves in every run; here it is the same server again.
     "demo": [pytest.mark.serve, pytest.mark.full],
 }

@@ -1,14 +1,23 @@
 """`vllm-moe-modular trace`: the page, and what it says of folders that hold none."""
 
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.trace_files import write
 from vllm_moe_modular.cli.main import main
-from vllm_moe_modular.cli.svg import lines
 from vllm_moe_modular.cli.trace_files import read_traces
+
+pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="no matplotlib in this environment")
+
+
+def page_of(folder: Path) -> str:
+    assert main(["trace", str(folder)]) == 0
+    return (folder / "trace.html").read_text()
 
 
 def test_page_shows_load_imbalance_times_and_rows_and_needs_no_network(
@@ -16,9 +25,8 @@ def test_page_shows_load_imbalance_times_and_rows_and_needs_no_network(
 ) -> None:
     for rank in (0, 1):
         write(tmp_path, rank)
-    assert main(["trace", str(tmp_path)]) == 0
+    page = page_of(tmp_path)
     assert f"{tmp_path / 'trace.html'}: 12 sampled calls of 2 layers on 2 ranks" in capsys.readouterr().out
-    page = (tmp_path / "trace.html").read_text()
     for head in (
         "Load of the experts",
         "Imbalance between ranks",
@@ -26,11 +34,38 @@ def test_page_shows_load_imbalance_times_and_rows_and_needs_no_network(
         "Where the time goes",
         "Rows from",
     ):
-        assert head in page
-    assert "model.layers.0.mlp.experts, rank 0, its expert 0: 27 rows (2.25)" in page
-    assert "fullest rank / mean, step 64: 1.5" in page
-    assert not re.search(r"""(src|href)=|@import|url\(|<script""", page)
-    assert set(re.findall(r"https?://[^\"' ]+", page)) <= {"http://www.w3.org/2000/svg"}
+        assert f"<h2>{head}" in page
+    assert page.count("<svg") == 5
+    assert "2.25 times the mean: model.layers.0.mlp.experts, rank 0, its expert 0" in page
+    assert "imbalance of ranks, mean</th><td>1.50" in page
+    assert all(f">{word}</text>" in page for word in ("prepare", "experts", "finalize", "other", "7 ms", "9 ms"))
+    links = re.findall(r"""(?:src|href)=["']?([^"' >]+)|url\(([^)]*)\)""", page)
+    assert all(link.startswith(("#", "data:")) for pair in links for link in pair if link)
+    assert not re.search("@import|<script|<link|<img", page)
+    assert set(re.findall(r"https?://[^\"' ]+", page)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def test_no_two_figures_share_a_name_and_the_same_traces_give_the_same_page(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(tmp_path, rank)
+    page = page_of(tmp_path)
+    assert page == page_of(tmp_path)
+    names = re.findall(r"""\bid=["']([^"']+)""", page)
+    assert names
+    assert len(names) == len(set(names))
+
+
+def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["matplotlib"] = None  # an import of it fails
+from vllm_moe_modular.cli.main import main
+sys.exit(main(["trace", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'vllm-moe-modular[trace]'" in done.stderr
 
 
 def test_out_names_the_page(tmp_path: Path) -> None:
@@ -51,15 +86,15 @@ def test_last_line_of_a_killed_server_is_left_out(tmp_path: Path) -> None:
 def test_rank_that_was_killed_at_once_is_said_to_be_missing(tmp_path: Path) -> None:
     write(tmp_path, 0)
     (tmp_path / "rank1.jsonl").write_text('{"kind": "ru')
-    assert main(["trace", str(tmp_path)]) == 0
-    assert "no trace of rank 1" in (tmp_path / "trace.html").read_text()
+    page = page_of(tmp_path)
+    assert "no trace of rank 1" in page
+    assert "Imbalance between ranks" not in page, "it takes all ranks"
 
 
 def test_names_of_layers_are_text_and_not_markup(tmp_path: Path) -> None:
     file = write(tmp_path, 0)
     file.write_text(file.read_text().replace("model.layers", "<b>.layers"))
-    assert main(["trace", str(tmp_path)]) == 0
-    assert "<b>" not in (tmp_path / "trace.html").read_text()
+    assert "<b>" not in page_of(tmp_path)
 
 
 def ruin(folder: Path, how: str) -> None:
@@ -107,6 +142,13 @@ def test_folder_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert "is not a folder" in capsys.readouterr().err
 
 
-def test_a_line_of_one_point_and_of_equal_values_is_drawn() -> None:
-    assert "circle" in lines({"one": [(5, 0.0)]}, x="step")
-    assert "polyline" in lines({"flat": [(0, 1.0), (1, 1.0)]}, x="step", least_y=1.0)
+def test_one_step_is_drawn(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(tmp_path, rank, steps=1)
+    assert "<h2>Imbalance between ranks" in page_of(tmp_path)
+
+
+def test_a_rank_without_a_trace_is_told_by_those_that_received_of_it(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    rows = re.findall(r">(\d+)</text>", page_of(tmp_path).rpartition("<h2>Rows from rank to rank")[2])
+    assert {"24", "12"} <= set(rows)

@@ -188,7 +188,7 @@ def test_refuses_by_name() -> None:
         TritonExperts(Activation(kind=ActivationKind.SILU_NO_MUL))
     rows, weights = Case("", R=1).problem(torch.float32)
     batched = BatchedRows(rows.x[None], torch.ones(1, dtype=torch.int32))
-    with pytest.raises(UnsupportedError, match="triton_batched"):
+    with pytest.raises(UnsupportedError, match="choose an all-to-all of the standard format"):
         TritonExperts(SILU).workspace(batched, weights)
 
 

@@ -65,6 +65,18 @@ def test_a_named_part_that_does_not_fit_is_never_replaced() -> None:
         selection.require()
 
 
+@pytest.mark.parametrize("device", [LAPTOP, H200], ids=str)
+@pytest.mark.parametrize("problem", [SINGLE, DP2_EP, TP2_EP], ids=lambda problem: problem.serving)
+def test_a_named_part_of_any_kind_is_taken_or_nothing_is(problem: Problem, device: Device) -> None:
+    registry = builtin_registry()
+    for all2all in ("auto", *(p.name for p in registry.of(PartKind.PREPARE_FINALIZE))):
+        for experts in ("auto", *(p.name for p in registry.of(PartKind.EXPERTS))):
+            choice = select(registry, problem, device, all2all=all2all, experts=experts, missing={}).choice
+            if choice is not None:
+                assert all2all in ("auto", choice.all2all.name)
+                assert experts in ("auto", choice.experts.name)
+
+
 def test_data_parallel_without_expert_parallel_says_enable_expert_parallel() -> None:
     selection = select(builtin_registry(), replace(SINGLE, dp_size=2), LAPTOP)
     assert "pass --enable-expert-parallel" in selection.why_not

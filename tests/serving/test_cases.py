@@ -71,7 +71,7 @@ def worker_of_rank(server: Server, rank: int) -> int:
 
 def test_drafter_layers_are_swapped_and_change_no_token(checkpoint: Make, expected: Expect) -> None:
     model = checkpoint("deepseek_v3_mtp")
-    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 1, "attention_backend": LATENT_ATTENTION[1]})
     with Server(model, *DP2, *DEEPSEEK, "--speculative-config", speculation, env=SETTINGS_ON) as server:
         served = server.complete(PROMPTS, MAX_TOKENS)
         log = "\n".join(lines_of_ours(server))

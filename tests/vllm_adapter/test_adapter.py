@@ -1,8 +1,10 @@
 """The flow that is the same in every era, over layers that stand for vLLM's."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_moe_modular.errors import NoUsablePartError, SettingsError
+from vllm_moe_modular.errors import CapacityError, NoUsablePartError, SettingsError
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
-from vllm_moe_modular.selection.problem import Problem
+from vllm_moe_modular.selection.problem import Device, Problem
+from vllm_moe_modular.selection.registry import Part
 from vllm_moe_modular.settings import Settings
 from vllm_moe_modular.vllm_adapter import adapter, runtime
 from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks
@@ -50,7 +53,7 @@ class Layer(MoELayer):
 
 class Adapter(adapter.Adapter):
     patches = ()
-    profile_misses_set_up = False
+    profile_misses_set_up = True
 
     def layer(self, module: Any) -> None: ...
 
@@ -70,9 +73,17 @@ class Adapter(adapter.Adapter):
 
 def load(settings: Settings, *layers: Layer, config: Any = None, of: Adapter | None = None) -> Adapter:
     made = of or Adapter(settings)
-    worker = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config or {}), model_runner=layers)
-    made.load_model(lambda worker: None, worker)  # noqa: ARG005
+    made.load_model(lambda worker: None, worker_of(*layers, config=config))  # noqa: ARG005
     return made
+
+
+def worker_of(*layers: Layer, config: Any = None, ep: bool = False, max_num_batched_tokens: int = 8192) -> Any:
+    vllm_config = SimpleNamespace(
+        additional_config=config or {},
+        parallel_config=SimpleNamespace(enable_expert_parallel=ep),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens),
+    )
+    return SimpleNamespace(vllm_config=vllm_config, model_runner=layers)
 
 
 @pytest.fixture
@@ -102,6 +113,64 @@ def test_one_line_per_outcome(log: pytest.LogCaptureFixture) -> None:
     assert "2 MoE layers (b1 to b2): left to vLLM's object: VLLM_MOE_MODULAR_SKIP_LAYERS has b*" in lines[1]
 
 
+def test_kernels_that_were_not_chosen_are_neither_loaded_nor_warned_of(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: set[str] = set()
+    load_part = Part.load
+    monkeypatch.setattr(Part, "load", lambda part: (loaded.add(part.target), load_part(part))[1])
+    load(NAMED, Layer("a"))
+    assert {target.partition(":")[2] for target in loaded} == {"LocalPrepareAndFinalize", "TorchExperts"}
+    (line,) = log.records
+    assert line.levelno == logging.INFO
+
+
+def test_a_named_all_to_all_that_gains_nothing_is_run_and_the_log_says_so() -> None:
+    """Tensor parallelism alone: all ranks have all tokens."""
+    tp2 = replace(SINGLE, num_local_experts=2, tp_size=2, ep_size=2)
+    plan = runtime.Runtime(Settings(enabled=True, all2all="allgather"), Device(kind="cpu")).plan("a", tp2)
+    assert str(plan.choice) == "allgather + torch"
+    assert "asked for by name although every rank already has all tokens, sending them gains nothing" in plan.why
+
+
+def test_a_named_part_is_never_replaced(log: pytest.LogCaptureFixture) -> None:
+    layer = Layer("a")
+    with pytest.raises(NoUsablePartError, match="nobody to send tokens to; pass --enable-expert-parallel"):
+        load(Settings(enabled=True, all2all="allgather"), layer)
+    assert not layer.is_swapped
+    assert not log.records
+
+
+def test_a_hidden_size_that_named_experts_do_not_take_stops_the_start_with_the_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "this_device", lambda: Device(kind="cuda", sm=90))
+    layer = Layer("a", replace(SINGLE, hidden=200, intermediate=64, dtype="bfloat16"))
+    with pytest.raises(NoUsablePartError, match="hidden size 200 on a rank: it takes multiples of 64"):
+        load(Settings(enabled=True, experts="deep_gemm"), layer)
+    assert not layer.is_swapped
+
+
+@pytest.mark.parametrize("ep", [False, True], ids=["without expert parallelism", "with it"])
+def test_a_slice_smaller_than_a_scale_block_says_enable_expert_parallel(ep: bool) -> None:
+    vllms = "The output_size of gate's and up's weight = 96 is not divisible by weight quantization block_n = 128."
+
+    def original(worker: Any) -> None:  # noqa: ARG001
+        raise ValueError(vllms)
+
+    with pytest.raises(ValueError, match=re.escape(vllms)) as error:
+        Adapter(NAMED).load_model(original, worker_of(ep=ep))
+    assert ("enable expert parallel" in "".join(getattr(error.value, "__notes__", []))) is not ep
+
+
+def test_a_capacity_below_the_schedulers_limit_stops_the_start_with_flag_and_value() -> None:
+    layer = Layer("a", replace(SINGLE, capacity_tokens=512))
+    worker = worker_of(layer, max_num_batched_tokens=2048)
+    with pytest.raises(CapacityError, match=r"a takes 512 .* is 2048; pass --max-num-batched-tokens 512"):
+        Adapter(NAMED).load_model(lambda worker: None, worker)  # noqa: ARG005
+    assert not layer.is_swapped
+
+
 def test_settings_of_one_engine_do_not_reach_the_next() -> None:
     first, second, third = Layer("a"), Layer("a"), Layer("a")
     made = load(Settings(enabled=True), first, config={"moe_modular": {"all2all": "local", "experts": "torch"}})
@@ -123,12 +192,59 @@ def test_a_part_that_does_not_exist_stops_a_model_without_moe_layers_too() -> No
 
 
 def test_named_parts_that_no_layer_can_use_stop_the_start() -> None:
-    irreplaceable = Problem(**{**_fields(SINGLE), "irreplaceable": "vLLM's Fp8MoEMethod has no modular form here"})
+    irreplaceable = replace(SINGLE, irreplaceable="vLLM's Fp8MoEMethod has no modular form here")
     with pytest.raises(NoUsablePartError, match="asked for by name, and these MoE layers would stay with vLLM"):
         load(NAMED, Layer("a", irreplaceable))
     mixed = Layer("b")
     load(NAMED, Layer("a", irreplaceable), mixed)
     assert mixed.is_swapped
+
+
+def test_a_layer_that_only_the_vllm_experts_know_is_left_in_a_mixed_model_and_not_alone() -> None:
+    quantised = replace(SINGLE, quant_scheme="AWQMarlinMoEMethod", only_vllm_experts=True)
+    with pytest.raises(
+        NoUsablePartError, match="AWQMarlinMoEMethod has no modular form here but with the vllm experts"
+    ):
+        load(NAMED, Layer("a", quantised))
+    left, mixed = Layer("a", quantised), Layer("b")
+    load(NAMED, left, mixed)
+    assert not left.is_swapped
+    assert mixed.is_swapped
+
+
+def test_what_vllm_has_processed_is_planned_anew_and_no_longer_read() -> None:
+    """`auto` may have chosen the vllm experts before it was known which kernel vLLM would take."""
+    left_to_vllm = Layer("a")
+    made = Adapter(Settings(enabled=True))
+    made.layer = lambda module: left_to_vllm if module is left_to_vllm.module else None  # type: ignore[method-assign]
+    processed = []
+    made.process_weights(lambda _, module: processed.append(module), SimpleNamespace(), left_to_vllm.module)
+    assert processed == [left_to_vllm.module]
+    assert "vLLM has laid out the weights for its own kernel" in left_to_vllm.weights_missing
+
+
+@pytest.mark.parametrize(("misses", "counted"), [(True, 7_000), (False, 5_000)])
+def test_what_set_up_holds_is_told_to_a_profile_that_misses_it(
+    misses: bool, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU there is nothing to tell, and runners have no such count."""
+    load(NAMED, Layer("a"))
+    allocated = iter([10_000, 12_000])
+    monkeypatch.setattr(adapter, "_allocated_bytes", lambda: next(allocated))
+    made = Adapter(NAMED)
+    made.profile_misses_set_up = misses  # type: ignore[misc]
+    runner = Layers([Layer("a")])
+    runner.model_memory_usage = 5_000
+    worker = worker_of()
+    worker.model_runner = runner
+    made.load_model(lambda worker: None, worker)  # noqa: ARG005
+    assert runner.model_memory_usage == counted
+
+
+class Layers(list[Layer]):
+    """A model runner that has them."""
+
+    model_memory_usage: int
 
 
 def test_skipping_every_layer_is_no_error_even_with_named_parts() -> None:
@@ -151,11 +267,6 @@ def test_a_trace_folder_that_cannot_be_made_stops_before_loading(tmp_path: Path)
     (tmp_path / "file").write_text("")
     loaded: list[bool] = []
     made = Adapter(Settings(enabled=True, trace=str(tmp_path / "file")))
-    worker = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}), model_runner=[])
     with pytest.raises(SettingsError, match=r"VLLM_MOE_MODULAR_TRACE=.*name a folder"):
-        made.load_model(lambda _worker: loaded.append(True), worker)
+        made.load_model(lambda _worker: loaded.append(True), worker_of())
     assert not loaded
-
-
-def _fields(problem: Problem) -> dict[str, Any]:
-    return {name: getattr(problem, name) for name in problem.__dataclass_fields__}

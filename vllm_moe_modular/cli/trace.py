@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from vllm_moe_modular.cli.trace_files import TraceError, read_traces
-from vllm_moe_modular.cli.trace_page import page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Writes the page and says where it is."""
+    try:
+        from vllm_moe_modular.cli.trace_page import page
+    except ImportError as error:
+        why = " ".join(str(error).split())
+        raise TraceError(f"matplotlib draws the page ({why}); pip install 'vllm-moe-modular[trace]'") from error
     traces = read_traces(options.folder)
     out = options.out or options.folder / "trace.html"
     try:

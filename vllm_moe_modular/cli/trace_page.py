@@ -1,58 +1,86 @@
-"""Draws traces as one HTML page that refers to nothing outside of itself."""
+"""Draws traces as one HTML page that refers to nothing outside of itself.
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+Letters: L layers, W ranks, E the most experts of a rank, P phases, S sampled steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from statistics import mean
 
-from vllm_moe_modular.cli.svg import Cell, bars, heat_map, lines
-from vllm_moe_modular.cli.trace_files import PHASES, RankTrace, Sample
+import numpy as np
+
+from vllm_moe_modular.cli import trace_figures
+from vllm_moe_modular.cli.trace_figures import Numbers
+from vllm_moe_modular.cli.trace_files import PHASES, RankTrace
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --quiet: #66707d; --line: #d8dde3; --page: #ffffff; --card: #f6f8fa; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ed; --quiet: #98a2ae; --line: #3a424c; --page: #14181d; --card: #1d232a; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1080px;
-  margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; background: #fff; max-width: 1040px; margin: 2rem auto;
+  padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .2rem; }
-p { color: var(--quiet); margin: .2rem 0 .6rem; max-width: 75ch; }
-figure { margin: 0; padding: .8rem; background: var(--card); border-radius: 6px; overflow-x: auto; }
+p { color: #56606c; margin: .2rem 0 .6rem; max-width: 75ch; }
+figure { margin: 0; } svg { max-width: 100%; height: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .15rem .8rem .15rem 0; text-align: right; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: var(--quiet); }
-svg text { font: 12px system-ui, sans-serif; fill: var(--quiet); } svg .axis { stroke: var(--line); }
+th, td { padding: .15rem .8rem .15rem 0; text-align: left; border-bottom: 1px solid #d8dde3; }
+th { font-weight: 400; color: #56606c; }
 """
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The sampled steps, in order; all layers of a rank together. NaN where a rank did not sample a step.
+
+    Attributes:
+        at: [S], seconds since the first rank began to trace.
+        ms: [S, W, P].
+        work: [S, W], expert rows.
+    """
+
+    at: Numbers
+    ms: Numbers
+    work: Numbers
+
+    def imbalance(self) -> tuple[Numbers, Numbers]:
+        """Of each step with rows and of all ranks: when it was, and the work of the fullest rank against the mean."""
+        mean_S = self.work.mean(axis=1)
+        is_whole_S = mean_S > 0  # NaN is not
+        return self.at[is_whole_S], self.work[is_whole_S].max(axis=1) / mean_S[is_whole_S]
 
 
 def page(traces: Sequence[RankTrace], *, title: str) -> str:
     """The page; `traces` as `read_traces` gives them."""
+    layers, load_LWE = _load(traces)
+    steps = _steps(traces)
     sections = [
-        ("In short", "", _summary(traces)),
+        ("In short", "", _summary(traces, layers, load_LWE, steps)),
         (
             "Load of the experts, by layer",
-            "How often each expert ran in the sampled steps, against the mean of its layer: 1 is even. Experts stand "
-            "in the order of ranks, a thin gap parts the ranks.",
-            _expert_load(traces),
+            "How often each expert ran in the sampled steps, against the mean of its layer: 1 is even. White lines "
+            "part the ranks; grey is not known.",
+            trace_figures.expert_load(load_LWE, _short(layers)) if layers else "",
         ),
         (
             "Imbalance between ranks",
             "Of each sampled step: the work of the fullest rank (expert rows, over all layers) against the mean of the "
             "ranks. The step is as slow as the fullest rank: at 2, half of the machine waits.",
-            _imbalance(traces),
+            _imbalance(steps),
         ),
         (
             "Time of a step",
-            "Prepare, experts and finalize of all traced layers together. A rank that waits for others waits in "
-            "prepare or finalize.",
-            _step_times(traces),
+            "Prepare, experts and finalize of all traced layers together: the mean of the ranks, and from the quickest "
+            "to the slowest.",
+            _step_times(steps),
         ),
         (
             "Where the time goes",
-            "Mean of the sampled steps, all traced layers together. Meanwhile: other work that ran on the way home, "
-            "shared experts usually.",
-            _phases(traces),
+            "Mean of the sampled steps, all traced layers together. A rank that waits for others waits in prepare or "
+            "finalize. Other: work that ran on the way home, shared experts usually.",
+            _phases(steps),
         ),
-        ("Rows from rank to rank", "A row is one token at one layer, in the sampled steps.", _rows(traces)),
+        (
+            "Rows from rank to rank",
+            "Sent by the one and received by the other, in the sampled steps. A row is one token at one layer.",
+            _rows_between_ranks(traces),
+        ),
     ]
     body = "\n".join(
         f"<section><h2>{escape(head)}</h2>{f'<p>{escape(text)}</p>' if text else ''}<figure>{drawn}</figure></section>"
@@ -66,105 +94,96 @@ def page(traces: Sequence[RankTrace], *, title: str) -> str:
     )
 
 
-def _summary(traces: Sequence[RankTrace]) -> str:
-    layers = {layer.name: layer for trace in traces for layer in trace.layers.values()}
-    parts = sorted({f"{layer.all2all} + {layer.experts}" for layer in layers.values()})
-    samples = [s for trace in traces for s in trace.samples]
+def _summary(traces: Sequence[RankTrace], layers: Sequence[str], load_LWE: Numbers, steps: _Steps) -> str:
+    parts = sorted({f"{layer.all2all} + {layer.experts}" for trace in traces for layer in trace.layers.values()})
     missing = sorted(set(range(traces[0].size)) - {trace.rank for trace in traces})
-    spread = _spread(traces)
+    tokens = [s.tokens for trace in traces for s in trace.samples]
+    _, imbalance = steps.imbalance()
     rows = [
         ("parts", ", ".join(parts)),
         ("layers", str(len(layers))),
         ("ranks", f"{traces[0].size}" + (f", no trace of rank {', '.join(map(str, missing))}" if missing else "")),
-        ("sampled steps", f"{len({s.step for s in samples})}, one in {traces[0].every}"),
-        ("span", f"{max((s.at_s for s in samples), default=0.0):.0f} s"),
-        ("tokens of a rank in a step", _range([s.tokens for s in samples])),
-        ("imbalance of ranks, mean", f"{mean(spread.values()):.2f}" if spread else "no rows"),
+        ("sampled steps", f"{len(steps.at)}, one in {traces[0].every}"),
+        ("span", f"{steps.at.max():.0f} s"),
+        ("tokens of a rank in a step", f"{min(tokens)} to {max(tokens)}, mean {np.mean(tokens):.1f}"),
+        ("imbalance of ranks, mean", f"{imbalance.mean():.2f}" if len(imbalance) else "no rows"),
     ]
-    return _table((), rows)
+    if layers:
+        layer, rank, expert = map(int, np.unravel_index(np.nanargmax(load_LWE), load_LWE.shape))
+        most = f"{load_LWE[layer, rank, expert]:.2f} times the mean: {layers[layer]}, rank {rank}, its expert {expert}"
+        rows.append(("fullest expert", most))
+    return f"<table>{''.join(f'<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>' for k, v in rows)}</table>"
 
 
-def _expert_load(traces: Sequence[RankTrace]) -> str:
-    totals: dict[tuple[str, int], list[int]] = {}
-    for trace in traces:
-        for s in trace.samples:
-            so_far = totals.setdefault((s.layer, trace.rank), [0] * len(s.expert_tokens))
-            totals[s.layer, trace.rank] = [a + b for a, b in zip(so_far, s.expert_tokens, strict=True)]
-    names = _layer_names(traces)
-    cells = []
-    for name in names:
-        of_ranks = {rank: counts for (layer, rank), counts in sorted(totals.items()) if layer == name}
-        everything = [n for counts in of_ranks.values() for n in counts]
-        even = mean(everything) if everything else 0.0
-        row = [
-            Cell(n / even if even else 0.0, f"{name}, rank {rank}, its expert {e}: {n} rows", starts_group=e == 0)
-            for rank, counts in of_ranks.items()
-            for e, n in enumerate(counts)
-        ]
-        cells.append(row)
-    return heat_map(cells, labels=_short(names)) if any(cells) else ""
-
-
-def _imbalance(traces: Sequence[RankTrace]) -> str:
-    points = sorted(_spread(traces).items())
-    return lines({"fullest rank / mean": points}, x="step", least_y=1.0) if points else ""
-
-
-def _spread(traces: Sequence[RankTrace]) -> dict[int, float]:
-    """By step, the work of the fullest rank against the mean; steps without any rows, or not of all ranks, left out."""
-    work = _by_step(traces, lambda s: float(sum(s.expert_tokens)))
-    size = traces[0].size
-    return {
-        step: max(of.values()) / (sum(of.values()) / size)
-        for step, of in work.items()
-        if len(of) == size and sum(of.values()) > 0
-    }
-
-
-def _step_times(traces: Sequence[RankTrace]) -> str:
-    ranks = sorted({trace.rank for trace in traces})
-    times = _by_step(traces, lambda s: sum(s.ms[phase] for phase in PHASES if phase != "meanwhile"))
-    series = {f"rank {rank}": sorted((step, of[rank]) for step, of in times.items() if rank in of) for rank in ranks}
-    return lines(series, x="step", unit="ms")
-
-
-def _phases(traces: Sequence[RankTrace]) -> str:
-    by_rank: dict[str, dict[str, float]] = {}
-    for trace in traces:
-        steps = len({s.step for s in trace.samples})
-        if steps:
-            name = f"rank {trace.rank}"
-            totals = by_rank.setdefault(name, dict.fromkeys(PHASES, 0.0))
-            for phase in PHASES:
-                totals[phase] += sum(s.ms[phase] for s in trace.samples) / steps
-    return bars(by_rank, unit="ms")
-
-
-def _rows(traces: Sequence[RankTrace]) -> str:
-    size = traces[0].size
-    sent: dict[int, list[int]] = {}
-    for trace in traces:
-        for s in trace.samples:
-            if s.rows_sent is not None:
-                so_far = sent.setdefault(trace.rank, [0] * size)
-                sent[trace.rank] = [a + b for a, b in zip(so_far, s.rows_sent, strict=True)]
-    if not sent:
+def _imbalance(steps: _Steps) -> str:
+    at_S, imbalance_S = steps.imbalance()
+    if len(at_S) == 0 or steps.work.shape[1] == 1:
         return ""
-    head = ("from", *(f"to rank {rank}" for rank in range(size)))
-    return _table(head, [(f"rank {rank}", *(f"{n:,}" for n in counts)) for rank, counts in sorted(sent.items())])
+    limits = 1.0, max(1.2, imbalance_S.max() * 1.05)
+    return trace_figures.over_time(at_S, imbalance_S, label="fullest rank / mean", limits=limits)
 
 
-def _by_step(traces: Sequence[RankTrace], of: Callable[[Sample], float]) -> Mapping[int, Mapping[int, float]]:
-    """By step and rank, the sum over layers."""
-    totals: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+def _step_times(steps: _Steps) -> str:
+    ms_SW = steps.ms[..., [phase != "meanwhile" for phase in PHASES]].sum(axis=2)
+    band = np.nanmin(ms_SW, axis=1), np.nanmax(ms_SW, axis=1)
+    limits = 0.0, max(np.nanmax(ms_SW) * 1.05, 1e-3)
+    return trace_figures.over_time(steps.at, np.nanmean(ms_SW, axis=1), label="ms", limits=limits, band=band)
+
+
+def _phases(steps: _Steps) -> str:
+    ranks = [rank for rank, ms_SP in enumerate(steps.ms.swapaxes(0, 1)) if not np.isnan(ms_SP).all()]
+    names = ["other" if phase == "meanwhile" else phase for phase in PHASES]
+    return trace_figures.phases(np.nanmean(steps.ms[:, ranks], axis=0), ranks, names)
+
+
+def _rows_between_ranks(traces: Sequence[RankTrace]) -> str:
+    rows_WW = _rows(traces)
+    return "" if len(rows_WW) == 1 or np.isnan(rows_WW).all() else trace_figures.rows_between_ranks(rows_WW)
+
+
+def _load(traces: Sequence[RankTrace]) -> tuple[list[str], Numbers]:
+    """The sampled layers, and [L, W, E]: how often each expert ran against the mean of its layer, NaN: not known."""
+    samples = [(trace.rank, s) for trace in traces for s in trace.samples if s.expert_tokens]
+    layers = list(dict.fromkeys(s.layer for _, s in samples))
+    index = {layer: number for number, layer in enumerate(layers)}
+    shape = len(layers), traces[0].size, max((len(s.expert_tokens) for _, s in samples), default=0)
+    rows_LWE, is_known_LWE = np.zeros(shape), np.zeros(shape, dtype=bool)
+    for rank, s in samples:
+        here = index[s.layer], rank, slice(len(s.expert_tokens))
+        rows_LWE[here] += s.expert_tokens
+        is_known_LWE[here] = True
+    even_L = rows_LWE.sum(axis=(1, 2)) / is_known_LWE.sum(axis=(1, 2))
+    load_LWE = rows_LWE / np.where(even_L > 0, even_L, 1.0)[:, None, None]
+    return layers, np.where(is_known_LWE, load_LWE, np.nan)
+
+
+def _steps(traces: Sequence[RankTrace]) -> _Steps:
+    samples = [(trace.rank, s) for trace in traces for s in trace.samples]
+    numbers = sorted({s.step for _, s in samples})
+    index = {step: number for number, step in enumerate(numbers)}
+    S, W, P = len(numbers), traces[0].size, len(PHASES)
+    told_SWX, is_known_SW = np.zeros((S, W, P + 1)), np.zeros((S, W), dtype=bool)
+    at: dict[int, float] = {}
+    for rank, s in samples:
+        told_SWX[index[s.step], rank] += [*(s.ms[phase] for phase in PHASES), sum(s.expert_tokens)]
+        is_known_SW[index[s.step], rank] = True
+        at.setdefault(s.step, s.at_s)
+    told_SWX[~is_known_SW] = np.nan
+    return _Steps(np.array([at[step] for step in numbers]), ms=told_SWX[..., :P], work=told_SWX[..., P])
+
+
+def _rows(traces: Sequence[RankTrace]) -> Numbers:
+    """[W, W], from rank to rank, as the sender counted or, where it left no trace, the receiver; NaN: neither."""
+    W = traces[0].size
+    sent_WW, received_WW, is_known_W = np.zeros((W, W)), np.zeros((W, W)), np.zeros(W, dtype=bool)
     for trace in traces:
         for s in trace.samples:
-            totals[s.step][trace.rank] += of(s)
-    return totals
-
-
-def _layer_names(traces: Sequence[RankTrace]) -> list[str]:
-    return list(dict.fromkeys(layer.name for trace in traces for layer in trace.layers.values()))
+            if s.rows_sent is not None and s.rows_received is not None:
+                sent_WW[trace.rank] += s.rows_sent
+                received_WW[:, trace.rank] += s.rows_received
+                is_known_W[trace.rank] = True
+    received_WW[:, ~is_known_W] = np.nan
+    return np.where(is_known_W[:, None], sent_WW, received_WW)
 
 
 def _short(names: Sequence[str]) -> list[str]:
@@ -175,13 +194,3 @@ def _short(names: Sequence[str]) -> list[str]:
     while len(words) > 1 and all(len(w) > 1 for w in words) and len({w[-1] for w in words}) == 1:
         words = [w[:-1] for w in words]
     return [".".join(w) for w in words]
-
-
-def _range(numbers: Sequence[int]) -> str:
-    return f"{min(numbers)} to {max(numbers)}, mean {mean(numbers):.1f}" if numbers else "none"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    first = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>" if head else ""
-    rest = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table>{first}{rest}</table>"

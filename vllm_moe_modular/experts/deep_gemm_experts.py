@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
-from vllm_moe_modular.errors import ShapeError, UnsupportedError
+from vllm_moe_modular.errors import UnsupportedError
 from vllm_moe_modular.experts.deep_gemm_library import DeepGemm, expected_rows, load_deep_gemm
+from vllm_moe_modular.experts.requirements import gated, require_shapes, require_weighting_by_experts, standard
 from vllm_moe_modular.kernels.activate_quantize_rows import activate_quantize_rows
 from vllm_moe_modular.kernels.activate_rows import activate_rows
-from vllm_moe_modular.kernels.gated_activation import GatedActivation
 from vllm_moe_modular.kernels.launch import has_dependent_launch
 from vllm_moe_modular.kernels.place_rows import max_placed_rows, place_rows, scratch_ints
 from vllm_moe_modular.kernels.quantize_groups import GROUP
@@ -114,17 +114,7 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
     weight_and_reduce_by: ClassVar[frozenset[WeightAndReduceBy]] = frozenset({WeightAndReduceBy.EXPERTS})
 
     def __init__(self, activation: Activation, *, library: DeepGemm | None = None) -> None:
-        if not activation.kind.is_gated:
-            raise UnsupportedError(
-                f"activation {activation.kind.value} in the deep_gemm experts", instead="use the torch experts"
-            )
-        self._activation = GatedActivation(
-            name=activation.kind.value,
-            limit=activation.limit,
-            alpha=activation.alpha,
-            beta=activation.beta,
-            interleaved=activation.interleaved,
-        )
+        self._activation = gated(activation, experts="deep_gemm")
         self._library = library or load_deep_gemm()
         self._compiled: dict[tuple[object, ...], int] = {}  # by shape of the weights: rows of an expert up to which
 
@@ -135,7 +125,7 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
 
     def workspace(self, rows: Rows, weights: ExpertWeights) -> Sequence[BufferSpec]:
         """Two buffers that rows and activations, and both GEMMs' results, take in turns; scales and indices."""
-        return _sizes(_standard(rows), weights, self._library.alignment).specs()
+        return _sizes(standard(rows, experts="deep_gemm"), weights, self._library.alignment).specs()
 
     def apply(
         self,
@@ -154,12 +144,8 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
                 does not take: a dtype, a size, strides, biases, scales per channel.
             ShapeError: the weights are not of the rows' hidden size, or not of each other's.
         """
-        rows = _standard(rows)
-        if weight_and_reduce_by is not WeightAndReduceBy.EXPERTS:
-            raise UnsupportedError(
-                "leaving the weighted sum of the deep_gemm experts to finalize",
-                instead="choose an all-to-all that leaves it to the experts",
-            )
+        rows = standard(rows, experts="deep_gemm")
+        require_weighting_by_experts(weight_and_reduce_by, experts="deep_gemm")
         _require_fitting(rows, weights)
         if rows.x.shape[0] == 0:
             return rows.x.new_empty((0, weights.w2.shape[1]))
@@ -240,19 +226,9 @@ def _sizes(rows: StandardRows, weights: ExpertWeights, alignment: int) -> _Sizes
     return _Sizes(R=R, K=K, E=E, H=H, F=F, P=max_placed_rows(R * K, E, alignment), dtype=weights.w2.dtype)
 
 
-def _standard(rows: Rows) -> StandardRows:
-    if not isinstance(rows, StandardRows):
-        raise UnsupportedError("the batched format in the deep_gemm experts", instead="use the triton_batched experts")
-    return rows
-
-
 def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:
-    E, H, F = weights.w2.shape
-    R = rows.x.shape[0]
-    if weights.w13.shape != (E, 2 * F, H):
-        raise ShapeError("w13", want=("E", "2F", "H"), values={"E": E, "2F": 2 * F, "H": H}, got=weights.w13.shape)
-    if rows.x.shape[1] != H:
-        raise ShapeError("x", want=("R", "H"), values={"R": R, "H": H}, got=rows.x.shape)
+    _, H, F = weights.w2.shape
+    require_shapes(rows.x, weights)
     if rows.x.dtype != torch.bfloat16:
         raise _unsupported(f"rows in {rows.x.dtype}", "serve with --dtype bfloat16")
     for name, w in (("w13", weights.w13), ("w2", weights.w2)):

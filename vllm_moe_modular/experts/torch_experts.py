@@ -12,11 +12,12 @@ import torch
 from torch.nn.functional import gelu, linear, relu, silu
 
 from vllm_moe_modular.activation_format import ActivationFormat
-from vllm_moe_modular.errors import ShapeError, UnsupportedError
+from vllm_moe_modular.errors import ShapeError
+from vllm_moe_modular.experts.requirements import standard
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights, PermuteExpertsUnpermute
 from vllm_moe_modular.modular.fp8 import dequantized, require_scales
-from vllm_moe_modular.modular.prepare_finalize import Rows, StandardRows
+from vllm_moe_modular.modular.prepare_finalize import Rows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 
 
@@ -57,8 +58,7 @@ class TorchExperts(PermuteExpertsUnpermute):
             ShapeError: the rows are not of the weights' hidden size; scales do not fit the weights.
             UnsupportedError: the rows are batched; weights in float8_e4m3fn have no scales, or others have.
         """
-        if not isinstance(rows, StandardRows):
-            raise UnsupportedError("the batched format in the torch experts", instead="use the triton_batched experts")
+        rows = standard(rows, experts="torch")
         (R, H), K, E = rows.x.shape, rows.topk_ids.shape[1], weights.w13.shape[0]
         if weights.w13.shape[2] != H:
             raise ShapeError("x", want=("R", "H"), values={"R": R, "H": weights.w13.shape[2]}, got=rows.x.shape)

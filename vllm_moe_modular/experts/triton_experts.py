@@ -16,7 +16,8 @@ from typing import ClassVar
 import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
-from vllm_moe_modular.errors import ShapeError, UnsupportedError
+from vllm_moe_modular.errors import UnsupportedError
+from vllm_moe_modular.experts.requirements import gated, require_shapes, require_weighting_by_experts, standard
 from vllm_moe_modular.kernels.align_rows import align_rows, scratch_ints
 from vllm_moe_modular.kernels.gated_activation import GatedActivation
 from vllm_moe_modular.kernels.gather_rows import gather_rows
@@ -58,17 +59,7 @@ class TritonExperts(PermuteExpertsUnpermute):
     weight_and_reduce_by: ClassVar[frozenset[WeightAndReduceBy]] = frozenset({WeightAndReduceBy.EXPERTS})
 
     def __init__(self, activation: Activation, *, tiles: GemmTiles | None = None) -> None:
-        if not activation.kind.is_gated:
-            raise UnsupportedError(
-                f"activation {activation.kind.value} in the triton experts", instead="use the torch experts"
-            )
-        self._activation = GatedActivation(
-            name=activation.kind.value,
-            limit=activation.limit,
-            alpha=activation.alpha,
-            beta=activation.beta,
-            interleaved=activation.interleaved,
-        )
+        self._activation = gated(activation, experts="triton")
         self._tiles = tiles
 
     @classmethod
@@ -81,7 +72,7 @@ class TritonExperts(PermuteExpertsUnpermute):
 
         The rows in fp8 lie where the expert rows come, which are written when they are used up.
         """
-        rows = _standard(rows)
+        rows = standard(rows, experts="triton")
         R, K = rows.topk_ids.shape
         E, H, F = weights.w2.shape
         if is_small_batch(R, K, E):
@@ -114,12 +105,8 @@ class TritonExperts(PermuteExpertsUnpermute):
                 rows' dtype nor float8_e4m3fn with scales; blocks with scales hold gates and ups.
             ShapeError: the weights are not of the rows' hidden size, or not of each other's; scales do not fit them.
         """
-        rows = _standard(rows)
-        if weight_and_reduce_by is not WeightAndReduceBy.EXPERTS:
-            raise UnsupportedError(
-                "leaving the weighted sum of the triton experts to finalize",
-                instead="choose an all-to-all that leaves it to the experts",
-            )
+        rows = standard(rows, experts="triton")
+        require_weighting_by_experts(weight_and_reduce_by, experts="triton")
         R, K = rows.topk_ids.shape
         E, H, _ = weights.w2.shape
         _require_fitting(rows, weights)
@@ -242,19 +229,8 @@ class TritonExperts(PermuteExpertsUnpermute):
         )
 
 
-def _standard(rows: Rows) -> StandardRows:
-    if not isinstance(rows, StandardRows):
-        raise UnsupportedError("the batched format in the triton experts", instead="use the triton_batched experts")
-    return rows
-
-
 def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:
-    E, H, F = weights.w2.shape
-    R = rows.x.shape[0]
-    if weights.w13.shape != (E, 2 * F, H):
-        raise ShapeError("w13", want=("E", "2F", "H"), values={"E": E, "2F": 2 * F, "H": H}, got=weights.w13.shape)
-    if rows.x.shape[1] != H:
-        raise ShapeError("x", want=("R", "H"), values={"R": R, "H": H}, got=rows.x.shape)
+    require_shapes(rows.x, weights)
     require_scales(weights, "the triton experts")
     if weights.w13_scale is not None and rows.x.dtype == torch.float32:
         raise UnsupportedError(

@@ -8,6 +8,19 @@ _BY_EXPERTS = frozenset({"experts"})
 
 _FP8 = ("fp8", "fp8 128x128", "compressed-tensors float8", "compressed-tensors float8 128x128")
 
+_GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave")
+
+_DEEP_GEMM = (
+    checks.replaceable,
+    checks.weights_one_of("none", "fp8 128x128"),
+    checks.device_kind("cuda"),
+    checks.compute_capability(90),
+    checks.dtype_one_of("bfloat16"),
+    checks.activation_one_of(*_GATED),
+    checks.no_bias,
+    checks.sizes_multiple_of(unquantized=64, quantized=128),
+)
+
 _GRAPH = "the host reads how many rows arrive"
 
 PARTS = (
@@ -69,17 +82,8 @@ PARTS = (
         reduces=_BY_EXPERTS,
         preference=15,
         summary="for each call whichever of the two is the faster; needs what deep_gemm needs",
-        checks=(
-            checks.replaceable,
-            checks.weights_one_of("none", "fp8 128x128"),
-            checks.device_kind("cuda"),
-            checks.compute_capability(90),
-            checks.dtype_one_of("bfloat16"),
-            checks.activation_one_of("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave"),
-            checks.no_bias,
-            checks.sizes_multiple_of(unquantized=64, quantized=128),
-        ),
-        declines=(checks.not_on("cuda", "not yet compared with vLLM's kernels in a served model; name it to use it"),),
+        checks=_DEEP_GEMM,
+        declines=(checks.compared_when_served(),),
         requires=("triton", "vllm.third_party.deep_gemm or deep_gemm"),
         raw_weights=True,
     ),
@@ -96,7 +100,7 @@ PARTS = (
             checks.weights_one_of("none", *_FP8),
             checks.device_kind("cuda"),
             checks.dtype_one_of("bfloat16", "float16", "float32"),
-            checks.activation_one_of("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave"),
+            checks.activation_one_of(*_GATED),
         ),
         declines=(checks.compared_when_served("none"),),
         requires=("triton",),
@@ -110,17 +114,8 @@ PARTS = (
         reduces=_BY_EXPERTS,
         preference=30,
         summary="DeepGEMM's grouped GEMMs for many rows, bf16 or fp8; compiles at start-up, needs nvcc",
-        checks=(
-            checks.replaceable,
-            checks.weights_one_of("none", "fp8 128x128"),
-            checks.device_kind("cuda"),
-            checks.compute_capability(90),
-            checks.dtype_one_of("bfloat16"),
-            checks.activation_one_of("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave"),
-            checks.no_bias,
-            checks.sizes_multiple_of(unquantized=64, quantized=128),
-        ),
-        declines=(checks.not_on("cuda", "not yet compared with vLLM's kernels in a served model; name it to use it"),),
+        checks=_DEEP_GEMM,
+        declines=(checks.compared_when_served(),),
         requires=("triton", "vllm.third_party.deep_gemm or deep_gemm"),
         raw_weights=True,
     ),
@@ -136,8 +131,7 @@ PARTS = (
             checks.replaceable,
             checks.weights_one_of("none", *_FP8),
             checks.activation_one_of(
-                "silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave",
-                "silu_no_mul", "gelu_no_mul", "relu2_no_mul",
+                *_GATED, "silu_no_mul", "gelu_no_mul", "relu2_no_mul",
             ),
             checks.no_cuda_graph("the host loops over the experts that have rows"),
         ),

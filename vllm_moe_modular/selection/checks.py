@@ -104,18 +104,19 @@ def compared_when_served(*schemes: str) -> Check:
     """
 
     def check(problem: Problem, device: Device) -> str | None:
-        where = ""
-        if device.sm != 90:
-            where = f"on compute capability {device.sm // 10}.{device.sm % 10}"
-        elif max(problem.tp_size, problem.dp_size, problem.ep_size) > 1:
-            where = "over several GPUs"
-        elif problem.quant_scheme not in schemes:
-            where = f"with weights in {problem.quant_scheme}"
-        elif problem.dtype != "bfloat16":
-            where = f"in {problem.dtype}"
-        if device.kind != "cuda" or not where:
+        if device.kind != "cuda":
             return None
-        return f"not yet compared with vLLM's kernels in a served model {where}; name it to use it"
+        if device.sm != 90:
+            where = f" on compute capability {device.sm // 10}.{device.sm % 10}"
+        elif max(problem.tp_size, problem.dp_size, problem.ep_size) > 1:
+            where = " over several GPUs"
+        elif problem.quant_scheme not in schemes:
+            where = "" if problem.quant_scheme == "none" else f" with weights in {problem.quant_scheme}"
+        elif problem.dtype != "bfloat16":
+            where = f" in {problem.dtype}"
+        else:
+            return None
+        return f"not yet compared with vLLM's kernels in a served model{where}; name it to use it"
 
     return check
 

@@ -40,6 +40,7 @@ class Problem:
         sequence_parallel: each tensor-parallel rank holds its own slice of the tokens.
         hosts: machines that the expert-parallel ranks are spread over.
         capacity_tokens: the most tokens of any rank in one step (the scheduler's limit).
+        only_vllm_experts: no experts but `vllm` know what the weights are quantised with.
         vllm_experts: why the expert kernel that vLLM chose for the layer cannot be reused; empty: it can.
         irreplaceable: why vLLM's method of the layer cannot be replaced at all; empty: it can.
     """
@@ -67,6 +68,7 @@ class Problem:
     eplb: bool = False
     lora: bool = False
     elastic_ep: bool = False
+    only_vllm_experts: bool = False
     vllm_experts: str = ""
     irreplaceable: str = ""
 

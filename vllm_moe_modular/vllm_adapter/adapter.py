@@ -1,6 +1,7 @@
 """The flow that is the same in every vLLM era: agree, plan, load, commit. An era's file fills in the seams."""
 
 import difflib
+import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vllm_moe_modular.errors import NoUsablePartError, SettingsError
+from vllm_moe_modular.errors import CapacityError, NoUsablePartError, SettingsError
 from vllm_moe_modular.settings import ADDITIONAL_CONFIG_KEY, Settings, with_overrides
 from vllm_moe_modular.vllm_adapter.agreement import agree_on_layer, agree_on_settings
 from vllm_moe_modular.vllm_adapter.layer import MoELayer
@@ -22,6 +23,7 @@ from vllm_moe_modular.vllm_adapter.report import Report
 from vllm_moe_modular.vllm_adapter.runtime import Plan, Runtime, logger
 
 _PLAN = "_moe_modular_plan"  # kept with a layer
+_SLICE = re.compile(r"(gate's and up's|down's) weight = \d+ is not divisible by weight quantization block")
 
 
 class Adapter(ABC):
@@ -89,12 +91,20 @@ class Adapter(ABC):
         self._loads += 1
         self._held_bytes = 0
         self.vllm_config = worker.vllm_config
-        original(worker, *args, **kwargs)
+        try:
+            original(worker, *args, **kwargs)
+        except ValueError as error:
+            if _SLICE.search(str(error)) and not worker.vllm_config.parallel_config.enable_expert_parallel:
+                error.add_note(
+                    "moe_modular: that is the slice of each expert that a rank would hold; enable expert parallel "
+                    "(--enable-expert-parallel), so that a rank holds whole experts"
+                )
+            raise
         if self.loads_dummy_weights(*args, **kwargs):
             return
         with self.current_config(worker.vllm_config):
             self.commit(self.layers(worker.model_runner))
-        if self.profile_misses_set_up:
+        if self._held_bytes and self.profile_misses_set_up:  # none on a CPU, whose runners keep no such count
             worker.model_runner.model_memory_usage += self._held_bytes
 
     def loads_dummy_weights(self, *args: Any, **kwargs: Any) -> bool:
@@ -130,10 +140,12 @@ class Adapter(ABC):
 
         Raises:
             AgreementError: the ranks would run different parts; nothing was swapped then.
+            CapacityError: vLLM set the layer up for fewer tokens than it will send.
         """
         if layer.is_swapped:
             return
         plan = self.plan(layer)
+        self._require_capacity(layer, plan)
         placement = agree_on_layer(layer, plan, self.runtime)
         held_before = _allocated_bytes()
         method = maybe_make_fused_moe_modular_method(layer, plan, placement, self)
@@ -145,6 +157,14 @@ class Adapter(ABC):
             outcome = f"run on {plan.choice} ({plan.why})"
             self._report(layer, plan, method.modular_forward)
         self.runtime.record(outcome, layer.name)
+
+    def _require_capacity(self, layer: MoELayer, plan: Plan) -> None:
+        limit, capacity = self.vllm_config.scheduler_config.max_num_batched_tokens, plan.problem.capacity_tokens
+        if plan.choice is not None and capacity < limit:
+            raise CapacityError(
+                f"{layer.name} takes {capacity} tokens in a step, --max-num-batched-tokens is {limit}; "
+                f"pass --max-num-batched-tokens {capacity}"
+            )
 
     def commit(self, layers: Sequence[MoELayer]) -> None:
         """Visit every MoE layer of a loaded model, then say what was done.

@@ -85,6 +85,7 @@ class RoutedExpertsLayer(MoELayer):
             eplb=parallel.enable_eplb,
             lora=config.is_lora_enabled,
             elastic_ep=self._elastic_ep,
+            only_vllm_experts=scheme is None,
             vllm_experts=self._vllm_experts,
             irreplaceable="" if scheme else self._vllm_experts,
         )

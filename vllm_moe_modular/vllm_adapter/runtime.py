@@ -87,6 +87,9 @@ class Runtime:
         problem = replace(problem, hosts=self.hosts)
         selection = self._select(problem)
         if selection.choice is None:
+            if self.names_parts and problem.only_vllm_experts:  # in a model that has other layers too
+                why = f"vLLM's {problem.quant_scheme} has no modular form here but with the vllm experts"
+                return Plan(problem, None, f"{why}; the layer stays with vLLM")
             if self.names_parts:
                 selection.require()
             return Plan(problem, None, selection.why_not)
@@ -130,7 +133,9 @@ class Runtime:
         for kind, verdicts in selection.verdicts.items():
             name = selection.asked_for[kind]
             fits = ", ".join(v.part.name for v in verdicts if v.usable(name))
-            reasons.append(f"{kind.value} asked for by name" if name != AUTO else f"{kind.value} first of {fits}")
+            against = [why.partition(";")[0] for v in verdicts if v.part.name == name for why in v.reservations]
+            named = f"{kind.value} asked for by name" + (f" although {', '.join(against)}" if against else "")
+            reasons.append(named if name != AUTO else f"{kind.value} first of {fits}")
         return "; ".join(reasons)
 
     def build_kernel(self, choice: Choice, context: BuildContext) -> ModularKernel:

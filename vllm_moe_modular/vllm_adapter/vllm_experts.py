@@ -18,9 +18,10 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPr
 
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import UnsupportedError
+from vllm_moe_modular.experts.requirements import require_weighting_by_experts, standard
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import ExpertWeights, PermuteExpertsUnpermute
-from vllm_moe_modular.modular.prepare_finalize import Rows, StandardRows
+from vllm_moe_modular.modular.prepare_finalize import Rows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.vllm_adapter.method import no_modular_form
 
@@ -85,13 +86,8 @@ class VllmExperts(PermuteExpertsUnpermute):
         Raises:
             UnsupportedError: the weighted sum was left to finalize, or the rows are batched.
         """
-        if not isinstance(rows, StandardRows):
-            raise UnsupportedError("the batched format in the vllm experts", instead="choose a standard all-to-all")
-        if weight_and_reduce_by is not WeightAndReduceBy.EXPERTS:
-            raise UnsupportedError(
-                "leaving the weighted sum of the vllm experts to finalize",
-                instead="choose an all-to-all that leaves it to the experts",
-            )
+        rows = standard(rows, experts="vllm")
+        require_weighting_by_experts(weight_and_reduce_by, experts="vllm")
         if rows.x.shape[0] == 0:
             return torch.empty_like(rows.x)
         ids_RK, weights_RK = rows.topk_ids, rows.topk_weights
