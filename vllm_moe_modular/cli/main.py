@@ -6,6 +6,8 @@ which returns the exit status. Errors that this package raises on purpose are on
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser(arguments).parse_args(arguments)
     try:
-        return int(importlib.import_module(options.module).run(options))
+        status = int(importlib.import_module(options.module).run(options))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads has seen enough; nothing may be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except MoEModularError as error:
         print(f"{PROGRAM} {options.subcommand}: {error}", file=sys.stderr)
         return 2
