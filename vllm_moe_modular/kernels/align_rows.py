@@ -50,12 +50,12 @@ class AlignedRows:
     """The groups, on the device.
 
     Attributes:
-        sorted_slots: [S] int32; past the last block uninitialised.
+        sorted_slots: [S] int32; past the last block uninitialised. None: position p is slot p.
         blocks: [B, 4] int32: expert, first position, rows, unused. Past the last block uninitialised.
         totals: [2] int32: number of blocks, number of positions in them.
     """
 
-    sorted_slots: torch.Tensor
+    sorted_slots: torch.Tensor | None
     blocks: torch.Tensor
     totals: torch.Tensor
 

@@ -23,7 +23,7 @@ def _grouped_gemm_down_kernel(
     x_ptr,  # [S, F], or its tensor descriptor
     w_ptr,  # [E, H, F], or the tensor descriptor of [E * H, F]
     bias_ptr,  # [E, H] or None
-    sorted_ptr,  # [S]
+    sorted_ptr,  # [S], or None: positions are slots
     blocks_ptr,  # [B, 4]
     totals_ptr,  # [2] blocks, positions
     H,
@@ -73,7 +73,10 @@ def _grouped_gemm_down_kernel(
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + e.to(tl.int64) * H + h, mask=in_h, other=0.0)
             acc += bias.to(tl.float32)[None, :]
-        slot = tl.load(sorted_ptr + start + r, mask=in_r, other=0).to(tl.int64)
+        if sorted_ptr is None:
+            slot = (start + r).to(tl.int64)
+        else:
+            slot = tl.load(sorted_ptr + start + r, mask=in_r, other=0).to(tl.int64)
         y_ptrs = y_ptr + slot[:, None] * H + h[None, :]
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_r[:, None] & in_h[None, :])
 

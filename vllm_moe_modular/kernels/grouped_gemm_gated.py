@@ -30,7 +30,7 @@ def _grouped_gemm_gated_kernel(
     w_ptr,  # [E, 2F, H], or its tensor descriptor
     bias_ptr,  # [E, 2F] or None
     topk_weights_ptr,  # [S] or None
-    sorted_ptr,  # [S]
+    sorted_ptr,  # [S], or None: positions are slots
     blocks_ptr,  # [B, 4]
     totals_ptr,  # [2] blocks, positions
     limit,
@@ -69,7 +69,10 @@ def _grouped_gemm_gated_kernel(
         in_r = r < rows
         h = tl.arange(0, BLOCK_H)
         if not X_IS_DESCRIPTOR:
-            slot = tl.load(sorted_ptr + start + r, mask=in_r, other=0)
+            if sorted_ptr is None:  # noqa: SIM108 - only one side may be compiled
+                slot = start + r
+            else:
+                slot = tl.load(sorted_ptr + start + r, mask=in_r, other=0)
             # int64 before the multiply: rows x hidden passes 2**31.
             x_ptrs = x_ptr + (slot // K).to(tl.int64)[:, None] * stride_x_r + h[None, :]
         if not W_IS_DESCRIPTOR:
