@@ -52,6 +52,14 @@ NO_TORCH_AT_IMPORT = [
     ".testing.ranks",
 ]
 
+NO_TRITON_AT_IMPORT = [
+    ".experts.torch_experts",
+    ".prepare_finalize.local",
+    ".prepare_finalize.torch_all_to_all",
+    ".prepare_finalize.allgather",
+]
+"""What runs on a CPU, where there may be none."""
+
 
 def imports(path: Path) -> set[str]:
     """Every imported name with its module; a relative one begins with its dots."""
@@ -91,3 +99,19 @@ def test_what_runs_before_the_flag_is_read_imports_neither_torch_nor_vllm() -> N
     code += "\nprint([m for m in ('torch', 'vllm', 'triton', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+WITHOUT_TRITON = """
+import importlib, sys
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoTriton())
+importlib.import_module("vllm_moe_modular" + sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("module", NO_TRITON_AT_IMPORT)
+def test_what_runs_on_a_cpu_needs_no_triton(module: str) -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON, module], check=True)

@@ -20,7 +20,8 @@ import torch
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import UnsupportedError
 from vllm_moe_modular.experts.deep_gemm_library import DeepGemm, expected_rows, load_deep_gemm
-from vllm_moe_modular.experts.requirements import gated, require_shapes, require_weighting_by_experts, standard
+from vllm_moe_modular.experts.gated import gated
+from vllm_moe_modular.experts.requirements import require_shapes, require_weighting_by_experts, standard
 from vllm_moe_modular.kernels.activate_quantize_rows import activate_quantize_rows
 from vllm_moe_modular.kernels.activate_rows import activate_rows
 from vllm_moe_modular.kernels.launch import has_dependent_launch

@@ -1,31 +1,11 @@
-"""What experts of the standard format ask of a call, with the same words."""
+"""What experts of the standard format ask of a call, with the same words. Needs no Triton, as a CPU has none."""
 
 import torch
 
 from vllm_moe_modular.errors import ShapeError, UnsupportedError
-from vllm_moe_modular.kernels.gated_activation import GatedActivation
-from vllm_moe_modular.modular.experts import Activation, ExpertWeights
+from vllm_moe_modular.modular.experts import ExpertWeights
 from vllm_moe_modular.modular.prepare_finalize import Rows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
-
-
-def gated(activation: Activation, *, experts: str) -> GatedActivation:
-    """The activation for kernels that have gates and ups.
-
-    Raises:
-        UnsupportedError: it has no gate.
-    """
-    if not activation.kind.is_gated:
-        raise UnsupportedError(
-            f"activation {activation.kind.value} in the {experts} experts", instead="use the torch experts"
-        )
-    return GatedActivation(
-        name=activation.kind.value,
-        limit=activation.limit,
-        alpha=activation.alpha,
-        beta=activation.beta,
-        interleaved=activation.interleaved,
-    )
 
 
 def standard(rows: Rows, *, experts: str) -> StandardRows:

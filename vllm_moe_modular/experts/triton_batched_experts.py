@@ -12,7 +12,7 @@ import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import ShapeError, UnsupportedError
-from vllm_moe_modular.experts.requirements import gated
+from vllm_moe_modular.experts.gated import gated
 from vllm_moe_modular.kernels.blocks_of_batch import batch_scratch_ints, blocks_of_batch
 from vllm_moe_modular.kernels.gemm_tiles import GemmTiles, choose_tiles
 from vllm_moe_modular.kernels.grouped_gemm_down import grouped_gemm_down

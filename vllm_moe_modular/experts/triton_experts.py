@@ -17,7 +17,8 @@ import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import UnsupportedError
-from vllm_moe_modular.experts.requirements import gated, require_shapes, require_weighting_by_experts, standard
+from vllm_moe_modular.experts.gated import gated
+from vllm_moe_modular.experts.requirements import require_shapes, require_weighting_by_experts, standard
 from vllm_moe_modular.kernels.align_rows import align_rows, scratch_ints
 from vllm_moe_modular.kernels.gated_activation import GatedActivation
 from vllm_moe_modular.kernels.gather_rows import gather_rows
