@@ -11,7 +11,7 @@ from vllm_moe_modular.testing.ranks import Ranks, run_ranks
 
 WHERE = r"step 5, phase 'combine'"
 TO_JUDGE_S = (MISSED_BEATS_OF_THE_DEAD + 2) * PERIOD_S
-SLACK_S = 4.0  # a machine with other things to do
+SLACK_S = 1.0  # a machine with other things to do
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn], ids=str)
@@ -74,10 +74,10 @@ def test_where_the_store_is_gone_its_host_is_named() -> None:
         assert seconds < TO_JUDGE_S + SLACK_S
 
 
-@pytest.mark.full  # now and then a rank waits for the timeout: what was raised reaches it too late or not at all
-def test_rank_that_raised_is_named_with_its_error_at_once() -> None:
-    answers = run_ranks(group_calls.raise_on_one, 3, 2, timeout_s=60)
+@pytest.mark.parametrize("late", [None, 0], ids=["all at the same beat", "one after the others have left"])
+def test_rank_that_raised_is_named_with_its_error_at_once(late: int | None) -> None:
+    answers = run_ranks(group_calls.raise_on_one, 3, 2, late, timeout_s=60)
     for message, rank, step, phase, seconds in answers[:2]:
         assert "phase 'combine': rank 2 raised LookupError: no room here after step 2, phase 'dispatch'. " in message
         assert (rank, step, phase) == (2, 3, "combine")
-        assert seconds < 20, "nobody waits for the timeout, which is 30"
+        assert seconds < TO_JUDGE_S + SLACK_S, "nobody waits for the timeout"

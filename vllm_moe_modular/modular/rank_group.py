@@ -234,11 +234,15 @@ class RankGroup:
         """End this rank's wait: once one message of gloo timed out, every other one of the group fails at once.
 
         The loss of the group is certain by then, and the wait itself cannot be cut into pieces for the same reason.
+        Every peer is tried: over a connection that a peer has closed already nothing can time out. Runs in the thread
+        of the heartbeat, which nothing may end.
         """
         unused = self._first_tag
-        message = self.process_group.recv([torch.empty(1, dtype=torch.uint8)], (self.rank + 1) % self.size, unused)
-        with suppress(RuntimeError):
-            message.wait(timedelta(milliseconds=1))
+        for peer in range(self.size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    message = self.process_group.recv([torch.empty(1, dtype=torch.uint8)], peer, unused)
+                    message.wait(timedelta(milliseconds=1))
 
     def _loss_again(self) -> RankLostError:
         """The error of the loss, to be raised anew."""
