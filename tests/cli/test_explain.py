@@ -64,6 +64,12 @@ def test_all_reasons_of_a_candidate_are_printed_and_nothing_fitting_is_status_1(
     assert "cannot be captured in a CUDA graph (the host loops over the experts that have rows); pass --enf" in printed
 
 
+def test_weights_that_experts_do_not_read_are_named_with_what_they_read(capsys: Captured) -> None:
+    status, printed = explain(capsys, CONFIGS / "gpt_oss_120b.json", "--gpu", "h200", "--experts", "torch")
+    assert status == 1
+    assert re.search(r"no +torch +the weights are quantised \(mxfp4\), it reads fp8, .*; use the vllm experts", printed)
+
+
 def test_a_layer_that_auto_leaves_to_vllm_is_status_1(capsys: Captured) -> None:
     status, printed = explain(capsys, QWEN, "--gpu", "cpu")
     assert status == 1

@@ -192,7 +192,6 @@ QWEN3_30B = replace(SINGLE, num_experts=128, num_local_experts=128, top_k=8, hid
 def test_deep_gemm_runs_both_schemes_by_name(scheme: str) -> None:
     problem = replace(QWEN3_30B, quant_scheme=scheme)
     assert chosen(problem, H200, experts="deep_gemm") == "local + deep_gemm"
-    assert chosen(problem, H200) in ("local + triton", "None"), "auto takes what was compared in a served model"
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def of_rank(
     """Those that `rank` holds, by local id, on `device`."""
     held = [g for g in range(placement.num_experts) if placement.rank_of[g] == rank]
     held.sort(key=lambda g: placement.local_id_of[g])
-    assert weights.w13_bias is not None
-    assert weights.w2_bias is not None
+    assert weights.w13_bias is not None, "make_weights gives biases"
+    assert weights.w2_bias is not None, "make_weights gives biases"
     return ExpertWeights(
         w13=weights.w13[held].to(device),
         w2=weights.w2[held].to(device),
@@ -124,8 +124,8 @@ def right_answer(case: Case, rank: int, dtype: torch.dtype, seed: int = 0) -> to
 def plain_torch(batch: Batch, weights: ExpertWeights, *, weight_on_input: bool) -> torch.Tensor:
     """The obvious code, in the dtype of the batch."""
     out = torch.zeros_like(batch.x)
-    assert weights.w13_bias is not None
-    assert weights.w2_bias is not None
+    assert weights.w13_bias is not None, "make_weights gives biases"
+    assert weights.w2_bias is not None, "make_weights gives biases"
     for t, k in (batch.topk_ids >= 0).nonzero().tolist():
         e, weight = int(batch.topk_ids[t, k]), batch.topk_weights[t, k].to(batch.x.dtype)
         x = batch.x[t] * weight if weight_on_input else batch.x[t]
@@ -138,8 +138,8 @@ def plain_torch(batch: Batch, weights: ExpertWeights, *, weight_on_input: bool) 
 def all_at_once(batch: Batch, weights: ExpertWeights) -> torch.Tensor:
     """Every expert on every token in float64, on the CPU: the same as `right_answer`, in few calls of torch."""
     x_TH, w13, w2 = batch.x.cpu().double(), weights.w13.double(), weights.w2.double()
-    assert weights.w13_bias is not None
-    assert weights.w2_bias is not None
+    assert weights.w13_bias is not None, "make_weights gives biases"
+    assert weights.w2_bias is not None, "make_weights gives biases"
     gate, up = (torch.matmul(x_TH, w13.mT) + weights.w13_bias.double().unsqueeze(1)).chunk(2, dim=2)
     y_GTH = torch.matmul(silu(gate) * up, w2.mT) + weights.w2_bias.double().unsqueeze(1)
     ids_TK = batch.topk_ids.cpu().long()
