@@ -1,5 +1,8 @@
 """What the kernel tests share: the device, poisoned outputs, random problems."""
 
+import math
+import mmap
+
 import torch
 import triton.language as tl
 
@@ -19,6 +22,13 @@ def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full(shape, 0x7F, dtype=torch.uint8, device=DEVICE).view(dtype)
     fill = float("nan") if dtype.is_floating_point else -(2**30)
     return torch.full(shape, fill, dtype=dtype, device=DEVICE)
+
+
+def zeros_on_demand(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros; on a CPU they take memory only where they are written."""
+    if DEVICE.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=DEVICE)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def random_ids(R: int, K: int, E: int, *, seed: int = 0) -> torch.Tensor:

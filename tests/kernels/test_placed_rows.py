@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.kernels.common import DEVICE, DTYPES, poisoned, randn, random_ids
+from tests.kernels.common import DEVICE, DTYPES, poisoned, randn, random_ids, zeros_on_demand
 from tests.kernels.interpreter import rounds_to_nearest  # noqa: F401
 from vllm_moe_modular.kernels.activate_quantize_rows import activate_quantize_rows
 from vllm_moe_modular.kernels.activate_rows import activate_rows
@@ -142,10 +142,10 @@ def test_more_elements_than_an_int32_counts() -> None:
     H, P = 16_384, 2**18
     x = randn(64, H, dtype=torch.bfloat16)
     positions = torch.arange(P - 64, P, dtype=torch.int32, device=DEVICE)
-    out = torch.zeros(P, H, dtype=torch.bfloat16, device=DEVICE)
+    out = zeros_on_demand(P, H, dtype=torch.bfloat16)
     scatter_rows(x, positions, out_PH=out)
     assert torch.equal(out[-64:], x)
-    activated = torch.zeros(P, H // 2, dtype=torch.bfloat16, device=DEVICE)
+    activated = zeros_on_demand(P, H // 2, dtype=torch.bfloat16)
     activate_rows(out, positions, out_PF=activated, activation=SILU)
     plain = activate_reference(out[-64:].float(), positions - (P - 64), activation=activation_of(SILU))
     assert torch.allclose(activated[-64:].float(), plain, rtol=1e-2, atol=1e-2)

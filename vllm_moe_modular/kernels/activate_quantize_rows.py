@@ -9,12 +9,28 @@ Cost:   memory bound; S * 2F * 2 bytes read, S * F + S * F / 32 written.
 Reference: vllm_moe_modular.reference.quantize_groups over vllm_moe_modular.reference.activate_rows.
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from vllm_moe_modular.kernels.gated_activation import GatedActivation, gated_activation
 from vllm_moe_modular.kernels.quantize_groups import GROUP, quantize_groups
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    slots: int  # per program
+    groups: int  # of each slot
+    num_warps: int
+
+
+def choose_tile(intermediate: int) -> Tile:
+    """Pure and CPU-testable. 16 groups per program, and none of them past the end of a row: those would idle."""
+    groups = math.gcd(16, intermediate // GROUP)
+    return Tile(slots=16 // groups, groups=groups, num_warps=4)
 
 
 @triton.jit
@@ -24,6 +40,7 @@ def _activate_quantize_rows_kernel(
     gate_up_ptr,  # [P, 2F]
     positions_ptr,  # [S]
     topk_weights_ptr,  # [S] float32, or None
+    S,
     F,
     P,
     limit,
@@ -32,31 +49,33 @@ def _activate_quantize_rows_kernel(
     NAME: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A program takes TILE_SLOTS x BLOCK_G groups, [J, 128]."""
     tiles_g = tl.cdiv(F, BLOCK_G * GROUP)
-    slot = tl.program_id(0) // tiles_g
-    g = tl.program_id(0) % tiles_g * BLOCK_G + tl.arange(0, BLOCK_G)
-    in_g = g * GROUP < F
+    j = tl.arange(0, TILE_SLOTS * BLOCK_G)
+    slot = tl.program_id(0) // tiles_g * TILE_SLOTS + j // BLOCK_G
+    g = tl.program_id(0) % tiles_g * BLOCK_G + j % BLOCK_G
     f = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
     # int64 before any multiply: rows x intermediate passes 2**31.
-    p = tl.load(positions_ptr + slot).to(tl.int64)
-    if p >= 0:
-        gate_ptrs = gate_up_ptr + p * 2 * F + (2 * f if INTERLEAVED else f)
-        gate = tl.load(gate_ptrs, mask=in_g[:, None], other=0.0).to(tl.float32)
-        up = tl.load(gate_ptrs + (1 if INTERLEAVED else F), mask=in_g[:, None], other=0.0).to(tl.float32)
-        if topk_weights_ptr is not None:
-            weight = tl.load(topk_weights_ptr + slot)
-            gate *= weight
-            up *= weight
-        y = gated_activation(gate, up, limit, alpha, beta, NAME=NAME, HAS_LIMIT=HAS_LIMIT)
-        q, scale = quantize_groups(y)
-        tl.store(out_ptr + p * F + f, q, mask=in_g[:, None])
-        tl.store(scales_ptr + g.to(tl.int64) * P + p, scale, mask=in_g)
+    p = tl.load(positions_ptr + slot, mask=slot < S, other=-1).to(tl.int64)
+    here = (p >= 0) & (g * GROUP < F)
+    gate_ptrs = gate_up_ptr + p[:, None] * 2 * F + (2 * f if INTERLEAVED else f)
+    gate = tl.load(gate_ptrs, mask=here[:, None], other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + (1 if INTERLEAVED else F), mask=here[:, None], other=0.0).to(tl.float32)
+    if topk_weights_ptr is not None:
+        weight = tl.load(topk_weights_ptr + slot, mask=here, other=0.0)[:, None]
+        gate *= weight
+        up *= weight
+    y = gated_activation(gate, up, limit, alpha, beta, NAME=NAME, HAS_LIMIT=HAS_LIMIT)
+    q, scale = quantize_groups(y)
+    tl.store(out_ptr + p[:, None] * F + f, q, mask=here[:, None])
+    tl.store(scales_ptr + g.to(tl.int64) * P + p, scale, mask=here)
 
 
 def activate_quantize_rows(
@@ -67,6 +86,7 @@ def activate_quantize_rows(
     scales_GP: torch.Tensor,
     activation: GatedActivation,
     topk_weights: torch.Tensor | None = None,
+    tile: Tile | None = None,
     pdl: bool = False,
 ) -> None:
     """Write the activated row of each slot and its scales.
@@ -80,10 +100,12 @@ def activate_quantize_rows(
         pdl: start early and wait inside for the kernel before.
     """
     P, F = out_PF.shape
-    block_g = min(8, triton.next_power_of_2(F // GROUP))
-    _activate_quantize_rows_kernel[(positions.numel() * triton.cdiv(F, block_g * GROUP),)](
-        out_PF, scales_GP, gate_up_PN, positions, topk_weights, F, P,
+    S = positions.numel()
+    tile = tile or choose_tile(F)
+    grid = (triton.cdiv(S, tile.slots) * triton.cdiv(F, tile.groups * GROUP),)
+    _activate_quantize_rows_kernel[grid](
+        out_PF, scales_GP, gate_up_PN, positions, topk_weights, S, F, P,
         activation.limit or 0.0, activation.alpha, activation.beta,
         NAME=activation.name, HAS_LIMIT=activation.limit is not None, INTERLEAVED=activation.interleaved,
-        BLOCK_G=block_g, GROUP=GROUP, PDL=pdl, num_warps=max(1, block_g // 2), launch_pdl=pdl,
+        TILE_SLOTS=tile.slots, BLOCK_G=tile.groups, GROUP=GROUP, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -73,5 +73,5 @@ def activate_rows(
     _activate_rows_kernel[(positions.numel() * triton.cdiv(F, block_f),)](
         out_PF, gate_up_PN, positions, topk_weights, F, activation.limit or 0.0, activation.alpha, activation.beta,
         NAME=activation.name, HAS_LIMIT=activation.limit is not None, INTERLEAVED=activation.interleaved,
-        BLOCK_F=block_f, PDL=pdl, num_warps=max(1, block_f // 256), launch_pdl=pdl,
+        BLOCK_F=block_f, PDL=pdl, num_warps=max(1, block_f // 512), launch_pdl=pdl,
     )  # fmt: skip

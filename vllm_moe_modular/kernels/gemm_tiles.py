@@ -69,19 +69,20 @@ def choose_tiles(
     """
     mean_rows = slots / num_experts
     if itemsize == 1:
-        return _choose_fp8_tiles(mean_rows, room=shared_memory_bytes - _EPILOGUE_BYTES)
+        return _choose_fp8_tiles(mean_rows, intermediate=intermediate, room=shared_memory_bytes - _EPILOGUE_BYTES)
     if mean_rows >= 48:
+        wide = GemmTile(256, 64, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1)
         tiles = GemmTiles(
             block_rows=128,
-            gated=GemmTile(128, 64, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1),
-            down=GemmTile(256, 64, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1),
+            gated=replace(wide, block_columns=128),
+            down=wide if mean_rows >= 192 else replace(wide, block_columns=128, num_stages=6),
             gather_first=mean_rows >= 192 and intermediate >= 1024,
         )
     elif mean_rows >= 24:
         tiles = GemmTiles(
             block_rows=64,
-            gated=GemmTile(64, 64, group_rows=1, num_warps=4, num_stages=3),
-            down=GemmTile(128, 64, group_rows=1, num_warps=4, num_stages=4),
+            gated=GemmTile(64, 128, group_rows=1, num_warps=8, num_stages=4, programs_per_sm=1),
+            down=GemmTile(128, 128, group_rows=1, num_warps=4, num_stages=4, programs_per_sm=1),
         )
     elif mean_rows > 8:
         tiles = GemmTiles(
@@ -93,7 +94,7 @@ def choose_tiles(
         tiles = GemmTiles(
             block_rows=16,
             gated=GemmTile(32, 256, group_rows=1, num_warps=4, num_stages=3),
-            down=GemmTile(64, 256, group_rows=1, num_warps=4, num_stages=3),
+            down=GemmTile(64, 256, group_rows=1, num_warps=4, num_stages=5),
         )
     if itemsize > 2:
         tiles = _for_wide_elements(tiles, hidden=hidden, intermediate=intermediate)
@@ -118,15 +119,18 @@ def _cut(tile: GemmTile, *, block_rows: int, columns_per_output: int, room: int)
     return tile
 
 
-def _choose_fp8_tiles(mean_rows: float, *, room: int) -> GemmTiles:
+def _choose_fp8_tiles(mean_rows: float, *, intermediate: int, room: int) -> GemmTiles:
     if mean_rows >= 24:  # blocks of 128 rows need more registers than there are
         persistent = mean_rows < 96
+        down = GemmTile(128, 128, group_rows=1, num_warps=4, num_stages=3)
+        if persistent or intermediate < 1024:  # short sums: two programs hide each other's first loads and last stores
+            down = replace(down, group_rows=1 if persistent else 8, num_stages=4, programs_per_sm=2)
         tiles = GemmTiles(
             block_rows=64,
             gated=GemmTile(
                 128, 128, group_rows=1, num_warps=8, num_stages=4 if persistent else 5, programs_per_sm=int(persistent)
             ),
-            down=GemmTile(128, 128, group_rows=1, num_warps=4, num_stages=3),
+            down=down,
         )
     else:
         tiles = GemmTiles(

@@ -9,11 +9,25 @@ Cost:   memory bound; R * H * 2 bytes read, S * H + S * H / 32 written.
 Reference: vllm_moe_modular.reference.scatter_rows over vllm_moe_modular.reference.quantize_groups.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from vllm_moe_modular.kernels.quantize_groups import GROUP, quantize_groups
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    groups: int  # of a row, per program
+    num_warps: int
+
+
+def choose_tile(*, hidden: int) -> Tile:
+    """Pure and CPU-testable."""
+    groups = min(16, triton.next_power_of_2(hidden // GROUP))
+    return Tile(groups=groups, num_warps=max(1, groups // 2))
 
 
 @triton.jit
@@ -52,7 +66,13 @@ def _scatter_quantize_rows_kernel(
 
 
 def scatter_quantize_rows(
-    x_RH: torch.Tensor, positions: torch.Tensor, *, out_PH: torch.Tensor, scales_GP: torch.Tensor, pdl: bool = False
+    x_RH: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    out_PH: torch.Tensor,
+    scales_GP: torch.Tensor,
+    tile: Tile | None = None,
+    pdl: bool = False,
 ) -> None:
     """Write the row and the scales of each slot.
 
@@ -64,9 +84,9 @@ def scatter_quantize_rows(
         pdl: start early and wait inside for the kernel before.
     """
     R, H = x_RH.shape
-    block_g = min(16, triton.next_power_of_2(H // GROUP))
-    _scatter_quantize_rows_kernel[(R * triton.cdiv(H, block_g * GROUP),)](
+    tile = tile or choose_tile(hidden=H)
+    _scatter_quantize_rows_kernel[(R * triton.cdiv(H, tile.groups * GROUP),)](
         out_PH, scales_GP, x_RH, positions, x_RH.stride(0), H, out_PH.shape[0],
-        K=positions.numel() // R, BLOCK_G=block_g, GROUP=GROUP, PDL=pdl,
-        num_warps=max(1, block_g // 2), launch_pdl=pdl,
+        K=positions.numel() // R, BLOCK_G=tile.groups, GROUP=GROUP, PDL=pdl,
+        num_warps=tile.num_warps, launch_pdl=pdl,
     )  # fmt: skip

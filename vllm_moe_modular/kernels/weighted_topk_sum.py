@@ -26,9 +26,9 @@ class Tile:
 
 def choose_tile(rows: int, hidden: int) -> Tile:
     """Pure and CPU-testable. Few rows: narrow tiles, so that every multiprocessor has one."""
-    widest = 2048 if rows >= 512 else 256
+    widest = 1024 if rows >= 512 else 256
     block_h = min(widest, triton.next_power_of_2(hidden))
-    return Tile(block_h=block_h, num_warps=8 if block_h >= 2048 else 4 if block_h >= 512 else 1)
+    return Tile(block_h=block_h, num_warps=max(1, block_h // 512))
 
 
 @triton.jit
