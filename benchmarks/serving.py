@@ -1,12 +1,13 @@
 """vLLM with the plugin against vLLM without it, on one GPU: the same tokens, and tokens per second.
 
-    python -m benchmarks.serving tokens --out serving.jsonl [--models qwen3_moe qwen3_moe:fp8_block ...] [--experts E]
-    python -m benchmarks.serving speed --out serving.jsonl [--profile]
+    python -m benchmarks.serving tokens --out serving.jsonl [--models qwen3_moe qwen3_moe:fp8_block ...] [--experts ...]
+    python -m benchmarks.serving speed --out serving.jsonl [--quantization fp8_block] [--experts ...] [--profile]
 
 Each variant is an engine of its own in its own process, all of them on the one device at the same time; what is timed
 runs in turns, while the others are idle. `tokens` serves tiny checkpoints with compilation and CUDA graphs: in float32
 it counts greedy tokens that agree with stock vLLM and with Hugging Face, in bfloat16 it compares the error of the
 log-probabilities of a given text with that of stock. `speed` serves a dummy of Qwen3-30B-A3B's shape with 24 layers.
+`--engine` takes what else vLLM is given, with and without the plugin: '{"moe_backend": "marlin"}'.
 """
 
 import argparse
@@ -38,6 +39,11 @@ SPEED_MODEL = {
     "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
     "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "use_sliding_window": False,
 }  # fmt: skip
+
+
+SPEED_QUANTIZATION = {
+    "fp8_block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
 
 
 @dataclass(frozen=True)
@@ -171,13 +177,24 @@ def run_engine(arguments: Mapping[str, Any]) -> None:
         print(json.dumps(getattr(calls, asked.pop("call"))(**asked)), file=answers, flush=True)
 
 
-def check_tokens(models: Sequence[str], experts: Sequence[str], folder: Path) -> Iterator[dict[str, object]]:
+def variants(experts: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Without the plugin, and with each experts: names and settings."""
+    yield "off", OFF
+    for name in experts:
+        yield name, ON | {"VLLM_MOE_MODULAR_EXPERTS": name}
+
+
+def check_tokens(
+    models: Sequence[str], experts: Sequence[str], folder: Path, extra: Mapping[str, Any]
+) -> Iterator[dict[str, object]]:
     """Serve each model, "family" or "family:quantization", in each dtype without the plugin and with each experts."""
     for first in range(0, len(models), MODELS_AT_A_TIME):
-        yield from check_together(models[first : first + MODELS_AT_A_TIME], experts, folder)
+        yield from check_together(models[first : first + MODELS_AT_A_TIME], experts, folder, extra)
 
 
-def check_together(models: Sequence[str], experts: Sequence[str], folder: Path) -> Iterator[dict[str, object]]:
+def check_together(
+    models: Sequence[str], experts: Sequence[str], folder: Path, extra: Mapping[str, Any]
+) -> Iterator[dict[str, object]]:
     from vllm_moe_modular.testing.checkpoints import dequantise, make_checkpoint
     from vllm_moe_modular.testing.reference_tokens import default_prompts
 
@@ -199,8 +216,8 @@ def check_together(models: Sequence[str], experts: Sequence[str], folder: Path) 
                 arguments = {
                     "model": str(checkpoint), "dtype": dtype, "max_model_len": 512, "max_num_batched_tokens": 512,
                     "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False, "max_num_seqs": 16,
-                } | ({} if latent else {"attention_backend": "TRITON_ATTN"})  # fmt: skip
-                for name, settings in (("off", OFF), *((e, ON | {"VLLM_MOE_MODULAR_EXPERTS": e}) for e in experts)):
+                } | ({} if latent else {"attention_backend": "TRITON_ATTN"}) | extra  # fmt: skip
+                for name, settings in variants(experts):
                     log = folder / f"{family}-{quantization}-{dtype}-{name}.log"
                     engine = Engine(name, settings, arguments, log)
                     engines.setdefault((model, dtype), []).append(engine)
@@ -262,19 +279,23 @@ def hugging_face(checkpoint: Path, prompts: list[list[int]]) -> dict[str, Any]:
     return {"tokens": tokens, "logprobs": logprobs}
 
 
-def measure_speed(folder: Path, *, rounds: int, profile: bool) -> Iterator[dict[str, object]]:
+def measure_speed(
+    folder: Path, experts: Sequence[str], extra: Mapping[str, Any], *, quantization: str, rounds: int, profile: bool
+) -> Iterator[dict[str, object]]:
     """Tokens per second, in turns."""
     model = folder / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(SPEED_MODEL))
+    quantized = {"quantization_config": SPEED_QUANTIZATION[quantization]} if quantization else {}
+    (model / "config.json").write_text(json.dumps(SPEED_MODEL | quantized))
     arguments = {
         "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-        "max_model_len": 2048, "max_num_batched_tokens": 8192, "max_num_seqs": 256, "gpu_memory_utilization": 0.42,
+        "max_model_len": 2048, "max_num_batched_tokens": 8192, "max_num_seqs": 256,
+        "gpu_memory_utilization": 0.84 / (1 + len(experts)),
         "enable_prefix_caching": False, "attention_backend": "TRITON_ATTN",
-    }  # fmt: skip
+    } | extra  # fmt: skip
     with ExitStack() as stack:
         engines = []
-        for name, settings in (("off", OFF), ("on", ON)):
+        for name, settings in variants(experts):
             # One after the other: while memory is being profiled, nobody else may take any.
             engines.append(Engine(name, settings, arguments, folder / f"speed-{name}.log"))
             stack.callback(engines[-1].stop)
@@ -295,7 +316,8 @@ def measure_speed(folder: Path, *, rounds: int, profile: bool) -> Iterator[dict[
                 for engine in engines:
                     times[engine.name].append(ask(engine))
             rates = {name: load.counted / median(taken) for name, taken in times.items()}
-            yield {"load": load.name, "tokens_per_s": rates, "on_over_off": rates["on"] / rates["off"], "all": times}
+            over_off = {name: rate / rates["off"] for name, rate in rates.items() if name != "off"}
+            yield {"load": load.name, "tokens_per_s": rates, "over_off": over_off, "all": times}
             if profile:
                 for engine in engines:
                     rows = engine.ask("profile", prompts=prompts, new_tokens=load.tokens_out)
@@ -309,6 +331,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines are appended to this file; logs go beside it")
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--experts", nargs="+", default=["triton"])
+    parser.add_argument("--quantization", choices=SPEED_QUANTIZATION, default="", help="of the dummy")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vLLM's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -321,11 +345,11 @@ def main() -> None:
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{args.what}-", dir=args.out.parent))
-    results = (
-        check_tokens(args.models, args.experts, folder)
-        if args.what == "tokens"
-        else measure_speed(folder, rounds=args.rounds, profile=args.profile)
-    )
+    if args.what == "tokens":
+        results = check_tokens(args.models, args.experts, folder, args.engine)
+    else:
+        how = {"quantization": args.quantization, "rounds": args.rounds, "profile": args.profile}
+        results = measure_speed(folder, args.experts, args.engine, **how)
     where = machine()
     with args.out.open("a") as f:
         for result in results:
