@@ -28,6 +28,7 @@ PROMPTS, NEW_TOKENS = 8, 24
 MODELS_AT_A_TIME = 3  # four or more engines each, with some gigabytes of CUDA graphs
 ON = {"VLLM_MOE_MODULAR": "1", "VLLM_MOE_MODULAR_ALL2ALL": "local", "VLLM_MOE_MODULAR_EXPERTS": "triton"}
 OFF = {"VLLM_MOE_MODULAR": "0"}
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 MODELS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3")
 LATENT_ATTENTION = ("deepseek_v3",)  # whose attention backends take no float32
 GPU_HEADS = {"qk_nope_head_dim": 128, "v_head_dim": 128}  # the only ones that vLLM's prefill takes on a GPU
@@ -82,7 +83,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.serving", "engine", json.dumps(self.arguments)],
-            env=os.environ | dict(self.settings) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            env={"VLLM_DEEP_GEMM_WARMUP": "skip"} | os.environ | dict(self.settings) | ONE_PROCESS,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True,
         )  # fmt: skip
 
@@ -216,6 +217,7 @@ def check_together(
                 arguments = {
                     "model": str(checkpoint), "dtype": dtype, "max_model_len": 512, "max_num_batched_tokens": 512,
                     "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False, "max_num_seqs": 16,
+                    "gpu_memory_utilization": 0.3,  # asked for at the start, while other engines hold memory too
                 } | ({} if latent else {"attention_backend": "TRITON_ATTN"}) | extra  # fmt: skip
                 for name, settings in variants(experts):
                     log = folder / f"{family}-{quantization}-{dtype}-{name}.log"
