@@ -3,9 +3,10 @@
 #
 #   benchmarks/on_one_gpu.sh OUT_DIR PART...
 #
-#   tests    kernels and experts                                          1 minute with 16 processors
-#   experts  triton and deep_gemm against vLLM, bf16 and fp8              3 minutes
-#   tiles    candidates of the fp8 tiles                                  2 minutes
+#   tests    kernels, experts, and the benchmark's shapes                 3 minutes with 16 processors
+#   experts  triton and deep_gemm against their peers, bf16 and fp8       6 minutes
+#   accuracy both, 20 seeds, against plain torch's error                  4 minutes
+#   tune     a tuned table in OUT_DIR/tuned, which `experts` takes        7 minutes; fails while cells are left: run it again
 #   tokens   tiny checkpoints served with and without the plugin          5 minutes
 #   speed    tokens per second with and without the plugin                3 minutes
 #
@@ -19,6 +20,8 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # DeepGEMM compiles its kernels.
 export CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")}
 
+cli="python -m vllm_moe_modular.cli.main"
+
 run() { timeout "$@" 2>&1 | tee -a "$out/$part.log" | tail -n 45; }
 
 failed=0
@@ -26,12 +29,25 @@ for part in "$@"; do
     echo "== $part"
     began=$SECONDS
     case $part in
-    tests) run 240 python -m pytest -q -n 14 -p no:cacheprovider tests/kernels tests/experts ;;
-    experts)
-        run 200 python -m benchmarks.experts --out "$out/experts.jsonl" --rounds 7 &&
-            run 150 python -m benchmarks.experts --fp8 --out "$out/experts_fp8.jsonl" --rounds 7
+    tests)
+        run 240 python -m pytest -q -n 14 -p no:cacheprovider tests/kernels tests/experts
+        kernels=$?
+        run 240 python -m pytest -q -n 4 -p no:cacheprovider tests/bench && [ $kernels = 0 ] # each holds a whole layer
         ;;
-    tiles) run 150 python -m benchmarks.tune_fp8 --out "$out/tiles.jsonl" --seconds 75 --rounds 5 ;;
+    experts)
+        tuned=()
+        [ ! -d "$out/tuned" ] || tuned=(--tuned "$out/tuned")
+        run 300 $cli bench experts --out "$out/experts.jsonl" --rounds 7 "${tuned[@]}" &&
+            run 150 $cli bench experts --fp8 --out "$out/experts_fp8.jsonl" --rounds 7 "${tuned[@]}"
+        ;;
+    accuracy) run 240 $cli bench experts --accuracy && run 120 $cli bench experts --accuracy --fp8 ;;
+    tune)
+        mkdir -p "$out/tuned"
+        tune="$cli tune --out $out/tuned --rows 2 8 32 128 512 2048 8192 --rounds 7 --compilers 14"
+        run 300 $tune --model qwen3-30b-a3b mixtral-8x7b qwen3-235b gpt-oss-120b --seconds 200
+        bf16=$?
+        run 150 $tune --model qwen3-30b-a3b deepseek-v3-ep8 --dtype fp8 --seconds 90 && [ $bf16 = 0 ]
+        ;;
     tokens)
         run 420 python -m benchmarks.serving tokens --out "$out/tokens.jsonl" &&
             run 180 python -m benchmarks.serving tokens --out "$out/tokens_fp8.jsonl" \

@@ -343,7 +343,7 @@ def main() -> None:
         return
     if args.out is None:
         parser.error("--out is needed")
-    from benchmarks.harness import machine
+    from vllm_moe_modular.bench.timing import machine
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{args.what}-", dir=args.out.parent))

@@ -2,8 +2,8 @@
 
     python examples/2_bench_your_shape.py --experts 128 --top-k 8 --hidden 2048 --intermediate 768 --rows 1 128 2048
 
-Random routing, bfloat16, medians. `benchmarks/experts.py` is the thorough one: it checks against float64, and runs
-vLLM's kernel in turns with ours.
+Random routing, bfloat16, medians. `vllm-moe-modular bench experts` is the thorough one: it checks against float64, and
+runs vLLM's kernel in turns with ours.
 """
 
 import argparse

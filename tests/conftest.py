@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of triton
 if find_spec("triton") is None:  # as in the set-up of vLLM 0.11 on a CPU
     collect_ignore_glob = ["kernels/*", "prepare_finalize/test_nvlink*"]
-    collect_ignore_glob += ["experts/test_triton_*", "experts/test_deep_gemm_experts.py"]
+    collect_ignore_glob += ["experts/test_triton_*", "experts/test_deep_gemm_experts.py", "bench/test_[aot]*"]
 
 
 @pytest.fixture(autouse=True)

@@ -28,12 +28,22 @@ MAY_IMPORT = {
     "vllm_adapter": {*NOTHING, "modular", "selection", "settings", "experts", "prepare_finalize", "kernels"},
     "plugin": {*NOTHING, "settings", "vllm_adapter"},
     "testing": {*NOTHING, "modular", "reference", "kernels", "prepare_finalize", "experts", "selection", "settings"},
-    "cli": {*NOTHING, "modular", "selection", "settings", "testing", "vllm_adapter"},
+    "bench": {
+        *NOTHING,
+        "modular",
+        "reference",
+        "kernels",
+        "prepare_finalize",
+        "experts",
+        "testing",
+        "vllm_adapter",
+    },
+    "cli": {*NOTHING, "modular", "kernels", "selection", "settings", "testing", "vllm_adapter", "bench"},
 }
 """By layer, the other layers that it may import."""
 
 MAY_IMPORT_VLLM = {"vllm_adapter", "plugin"}
-MAY_IMPORT_MATPLOTLIB = {ROOT / "cli" / "trace_figures.py"}  # an optional extra of one command
+MAY_IMPORT_MATPLOTLIB = {ROOT / "cli" / name for name in ("trace_figures.py", "bench_figures.py")}  # an optional extra
 NO_TORCH_AT_IMPORT = [
     "",
     ".settings",
@@ -44,10 +54,15 @@ NO_TORCH_AT_IMPORT = [
     ".selection.from_config",
     ".selection.tables",
     ".selection.third_party",
+    ".bench.report",
+    ".bench.shapes",
+    ".cli.bench",
+    ".cli.bench_experts",
     ".cli.conformance",
     ".cli.doctor",
     ".cli.explain",
     ".cli.trace",
+    ".cli.tune",
     ".testing.conformance",
     ".testing.ranks",
 ]

@@ -20,6 +20,7 @@ def test_every_variable_reaches_its_field() -> None:
             "VLLM_MOE_MODULAR_TRACE": "traces",
             "VLLM_MOE_MODULAR_TRACE_EVERY": "8",
             "VLLM_MOE_MODULAR_SKIP_LAYERS": "*.layers.0.*, *.mtp.*",
+            "VLLM_MOE_MODULAR_TUNED": "tables",
         }
     )
     assert settings == Settings(
@@ -32,6 +33,7 @@ def test_every_variable_reaches_its_field() -> None:
         trace="traces",
         trace_every=8,
         skip_layers=("*.layers.0.*", "*.mtp.*"),
+        tuned="tables",
     )
 
 

@@ -32,6 +32,7 @@ class Settings:
     trace: str | None = None
     trace_every: int = 64
     skip_layers: tuple[str, ...] = ()
+    tuned: str | None = None
 
     @property
     def digest(self) -> str:
@@ -138,6 +139,12 @@ VARIABLES = (
         key="skip_layers",
         parse=_patterns,
         meaning="layer-name patterns to leave to vLLM, separated by commas (default: none)",
+    ),
+    Variable(
+        name=f"{PREFIX}_TUNED",
+        key="tuned",
+        parse=_folder,
+        meaning="folder of tuned tables that go before those of the package (default: none)",
     ),
 )
 

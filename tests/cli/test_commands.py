@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.test_report import CANNED
 from tests.trace_files import write
 from vllm_moe_modular.cli.main import SUBCOMMANDS, main
 
@@ -24,6 +25,8 @@ RUNS: dict[str, Callable[[Path], list[str]]] = {
     "checkpoint": lambda folder: ["qwen3_moe", str(folder / "tiny")],
     "explain": lambda folder: [str(CONFIG), "--dp", "2", "--gpu", "cpu"],  # noqa: ARG005
     "conformance": lambda folder: ["vllm_moe_modular.experts.torch_experts:TorchExperts"],  # noqa: ARG005
+    "bench": lambda folder: ["experts", "--read", str(CANNED)],  # noqa: ARG005
+    "tune": lambda folder: ["--model", str(CONFIG), "--rows", "512", "--dry-run"],  # noqa: ARG005
     "trace": lambda folder: [str(trace_in(folder))],
     "doctor": lambda folder: [],  # noqa: ARG005
     "demo": lambda folder: ["--keep", str(folder / "demo")],
@@ -33,6 +36,7 @@ RUNS: dict[str, Callable[[Path], list[str]]] = {
 MARKS = {
     "checkpoint": [pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers in this environment")],
     "trace": [pytest.mark.skipif(find_spec("matplotlib") is None, reason="no matplotlib in this environment")],
+    "tune": [pytest.mark.skipif(find_spec("triton") is None, reason="no Triton in this environment")],
     # Its own test serves in every run; here it is the same server again.
     "demo": [pytest.mark.serve, pytest.mark.full],
 }

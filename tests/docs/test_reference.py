@@ -95,10 +95,17 @@ def test_the_commands_page_has_every_command_in_the_order_of_the_help() -> None:
 def test_the_commands_page_has_every_option(command: object) -> None:
     parser = argparse.ArgumentParser(add_help=False)
     import_module(command.module).add_arguments(parser)  # type: ignore[attr-defined]
-    options = {option for action in parser._actions for option in action.option_strings}
+    options = options_of(parser)
     section = sections(REFERENCE / "commands.md")[command.name]  # type: ignore[attr-defined]
     cells = " ".join(cells[0] for cells in rows(section))
     assert set(re.findall(r"`(-[\w-]+)`", cells)) == options
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Those of its subcommands too, but for --help."""
+    found = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return found.union(*(options_of(child) for action in below for child in action.choices.values()))
 
 
 def test_the_commands_page_has_what_checkpoint_can_make() -> None:

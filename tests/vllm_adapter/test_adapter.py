@@ -263,6 +263,26 @@ def test_a_misspelt_configuration_key_is_told() -> None:
         load(NAMED, Layer("a"), config={"moe_modulr": {"strict": True}})
 
 
+def test_the_folder_of_tuned_tables_reaches_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts, build_kernel = [], runtime.Runtime.build_kernel
+
+    def noted(self: runtime.Runtime, choice: Any, context: Any) -> Any:
+        contexts.append(context)
+        return build_kernel(self, choice, context)
+
+    monkeypatch.setattr(runtime.Runtime, "build_kernel", noted)
+    load(replace(NAMED, tuned=str(tmp_path)), Layer("a"))
+    assert [context.tuned for context in contexts] == [str(tmp_path)]
+
+
+def test_a_folder_of_tuned_tables_that_is_none_stops_before_loading(tmp_path: Path) -> None:
+    loaded: list[bool] = []
+    made = Adapter(Settings(enabled=True, tuned=str(tmp_path / "missing")))
+    with pytest.raises(SettingsError, match=r"VLLM_MOE_MODULAR_TUNED=.*no such folder"):
+        made.load_model(lambda _worker: loaded.append(True), worker_of())
+    assert not loaded
+
+
 def test_a_trace_folder_that_cannot_be_made_stops_before_loading(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     loaded: list[bool] = []

@@ -34,6 +34,8 @@ SUBCOMMANDS = (
     Subcommand(
         "conformance", "vllm_moe_modular.cli.conformance", "say whether a part keeps its contract, on real ranks"
     ),
+    Subcommand("bench", "vllm_moe_modular.cli.bench", "measure experts or all-to-alls on the GPUs of this machine"),
+    Subcommand("tune", "vllm_moe_modular.cli.tune", "make a tuned table for the GPU of this machine"),
     Subcommand("trace", "vllm_moe_modular.cli.trace", "draw a page of what the experts of a served model did"),
     Subcommand("demo", "vllm_moe_modular.cli.demo", "serve a tiny model on two ranks and compare every token"),
 )

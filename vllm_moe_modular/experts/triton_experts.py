@@ -31,6 +31,7 @@ from vllm_moe_modular.kernels.launch import has_dependent_launch, shared_memory_
 from vllm_moe_modular.kernels.quantize_fp8 import Fp8Rows, quantize_fp8
 from vllm_moe_modular.kernels.small_batch_down import small_batch_down
 from vllm_moe_modular.kernels.small_batch_gated import small_batch_gated
+from vllm_moe_modular.kernels.tuned_tables import NO_TABLE, TunedCell, TunedTable, tuned_shape, tuned_table
 from vllm_moe_modular.kernels.weighted_topk_sum import weighted_topk_sum
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ExpertWeights, PermuteExpertsUnpermute
@@ -51,6 +52,8 @@ class TritonExperts(PermuteExpertsUnpermute):
     Args:
         activation: between the two GEMMs; a gated one.
         tiles: for the grouped GEMMs; None: chosen by the shape of each call.
+        tuned: what is asked before the choice.
+        slot_by_slot: whether a call is a small batch; None: chosen by the shape of each call.
 
     Raises:
         UnsupportedError: the activation has no gate.
@@ -59,14 +62,23 @@ class TritonExperts(PermuteExpertsUnpermute):
     activation_format: ClassVar[ActivationFormat] = ActivationFormat.STANDARD
     weight_and_reduce_by: ClassVar[frozenset[WeightAndReduceBy]] = frozenset({WeightAndReduceBy.EXPERTS})
 
-    def __init__(self, activation: Activation, *, tiles: GemmTiles | None = None) -> None:
+    def __init__(
+        self,
+        activation: Activation,
+        *,
+        tiles: GemmTiles | None = None,
+        tuned: TunedTable = NO_TABLE,
+        slot_by_slot: bool | None = None,
+    ) -> None:
         self._activation = gated(activation, experts="triton")
         self._tiles = tiles
+        self._tuned = tuned
+        self._slot_by_slot = slot_by_slot
 
     @classmethod
     def build(cls, context: BuildContext) -> "TritonExperts":
         """For one layer."""
-        return cls(context.require_activation())
+        return cls(context.require_activation(), tuned=tuned_table(context.device, context.tuned))
 
     def workspace(self, rows: Rows, weights: ExpertWeights) -> Sequence[BufferSpec]:
         """The activated rows (where the result goes once they are used up), the expert rows, indices.
@@ -76,7 +88,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         rows = standard(rows, experts="triton")
         R, K = rows.topk_ids.shape
         E, H, F = weights.w2.shape
-        if is_small_batch(R, K, E):
+        if self._is_small_batch(rows, weights):
             return (BufferSpec((R * K, F), rows.x.dtype), BufferSpec((R, H), rows.x.dtype))
         activated, expert_rows = R * K * F, R * K * H
         if weights.w13_scale is not None:
@@ -108,15 +120,14 @@ class TritonExperts(PermuteExpertsUnpermute):
         """
         rows = standard(rows, experts="triton")
         require_weighting_by_experts(weight_and_reduce_by, experts="triton")
-        R, K = rows.topk_ids.shape
-        E, H, _ = weights.w2.shape
+        R, H = rows.topk_ids.shape[0], weights.w2.shape[1]
         _require_fitting(rows, weights)
         if weights.w13_scale is not None and weights.w13_scale.dim() == 3:
             _require_whole_blocks(weights, self._activation)
         if R == 0:
             return rows.x.new_empty((0, H))
         batch = self._batch if weights.w13_scale is None else self._batch_fp8
-        run = self._small_batch if is_small_batch(R, K, E) else batch
+        run = self._small_batch if self._is_small_batch(rows, weights) else batch
         return run(rows, weights, workspace, router_weight_on_input, out_RH)
 
     def _small_batch(
@@ -218,15 +229,30 @@ class TritonExperts(PermuteExpertsUnpermute):
         )  # fmt: skip
         return out_RH
 
+    def _tuned_cell(self, rows: StandardRows, weights: ExpertWeights) -> TunedCell | None:
+        R, K = rows.topk_ids.shape
+        return self._tuned.cell(tuned_shape(weights, K), R) if self._tuned.shapes else None
+
+    def _is_small_batch(self, rows: StandardRows, weights: ExpertWeights) -> bool:
+        if self._slot_by_slot is not None:
+            return self._slot_by_slot
+        R, K = rows.topk_ids.shape
+        cell, untuned = self._tuned_cell(rows, weights), is_small_batch(R, K, len(weights.w2))
+        return untuned if cell is None else cell.goes_slot_by_slot(R, untuned)
+
     def _tiles_for(self, rows: StandardRows, weights: ExpertWeights) -> GemmTiles:
+        if self._tiles is not None:
+            return self._tiles
         E, H, F = weights.w2.shape
-        return self._tiles or choose_tiles(
+        cell = self._tuned_cell(rows, weights)
+        return choose_tiles(
             slots=rows.topk_ids.numel(),
             num_experts=E,
             hidden=H,
             intermediate=F,
             itemsize=weights.w13.element_size(),
             shared_memory_bytes=shared_memory_bytes(rows.x.device),
+            tuned=None if cell is None else cell.tiles,
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.experts.deep_gemm_experts import DeepGemmExperts
 from vllm_moe_modular.experts.triton_experts import TritonExperts
+from vllm_moe_modular.kernels.tuned_tables import NO_TABLE, TunedCell, TunedTable, tuned_shape, tuned_table
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import ExpertWeights, PermuteExpertsUnpermute
 from vllm_moe_modular.modular.prepare_finalize import Rows, StandardRows
@@ -18,7 +19,9 @@ from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.modular.workspace import BufferSpec
 
 
-def prefers_deep_gemm(*, slots: int, num_experts: int, intermediate: int, fp8: bool) -> bool:
+def prefers_deep_gemm(
+    *, slots: int, num_experts: int, intermediate: int, fp8: bool, tuned: TunedCell | None = None
+) -> bool:
     """Pure; the limits were measured on an H200: benchmarks/notes_experts.md.
 
     Few rows per expert fill blocks of 128 badly; narrow experts do not pay for writing both halves of the first GEMM,
@@ -26,11 +29,11 @@ def prefers_deep_gemm(*, slots: int, num_experts: int, intermediate: int, fp8: b
 
     Args:
         slots: rows times top-k.
+        tuned: what a table of this GPU has for the problem, which wins where both were measured; None: nothing.
     """
     mean_rows = slots / num_experts
-    if fp8:
-        return mean_rows >= 96
-    return 1024 <= intermediate < 4096 and mean_rows >= 192
+    untuned = mean_rows >= 96 if fp8 else 1024 <= intermediate < 4096 and mean_rows >= 192
+    return untuned if tuned is None else tuned.prefers_deep_gemm(untuned)
 
 
 class TritonOrDeepGemmExperts(PermuteExpertsUnpermute):
@@ -38,19 +41,24 @@ class TritonOrDeepGemmExperts(PermuteExpertsUnpermute):
 
     Args:
         triton, deep_gemm: for the same layer.
+        tuned: what is asked before the choice.
     """
 
     activation_format: ClassVar[ActivationFormat] = ActivationFormat.STANDARD
     weight_and_reduce_by: ClassVar[frozenset[WeightAndReduceBy]] = frozenset({WeightAndReduceBy.EXPERTS})
 
-    def __init__(self, triton: PermuteExpertsUnpermute, deep_gemm: PermuteExpertsUnpermute) -> None:
+    def __init__(
+        self, triton: PermuteExpertsUnpermute, deep_gemm: PermuteExpertsUnpermute, *, tuned: TunedTable = NO_TABLE
+    ) -> None:
         self._triton = triton
         self._deep_gemm = deep_gemm
+        self._tuned = tuned
 
     @classmethod
     def build(cls, context: BuildContext) -> "TritonOrDeepGemmExperts":
         """For one layer."""
-        return cls(TritonExperts.build(context), DeepGemmExperts.build(context))
+        tuned = tuned_table(context.device, context.tuned)
+        return cls(TritonExperts.build(context), DeepGemmExperts.build(context), tuned=tuned)
 
     def workspace(self, rows: Rows, weights: ExpertWeights) -> Sequence[BufferSpec]:
         """That of the one that would run."""
@@ -80,10 +88,12 @@ class TritonOrDeepGemmExperts(PermuteExpertsUnpermute):
         if not isinstance(rows, StandardRows):
             return self._triton  # which says what is wrong
         num_experts, _, intermediate = weights.w2.shape
+        R, K = rows.topk_ids.shape
         prefers = prefers_deep_gemm(
-            slots=rows.topk_ids.numel(),
+            slots=R * K,
             num_experts=num_experts,
             intermediate=intermediate,
             fp8=weights.w2_scale is not None,
+            tuned=self._tuned.cell(tuned_shape(weights, K), R) if self._tuned.shapes else None,
         )
         return self._deep_gemm if prefers else self._triton

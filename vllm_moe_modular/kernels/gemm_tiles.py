@@ -1,5 +1,7 @@
 """Which tiles the two grouped GEMMs use, as a function of the problem and nothing else.
 
+What was measured for a GPU model, `tuned_tables` has; the function is for all that was not.
+
 What decides is the mean number of rows per expert. Below about 48 the time is that of streaming every active expert's
 weights once: a block holds all rows of most experts, so that few weights are read twice, and several narrow tiles per
 multiprocessor stream at a time. Above, the matrix units decide: 128 x 256 products, one program per multiprocessor
@@ -59,6 +61,7 @@ def choose_tiles(
     intermediate: int,
     itemsize: int,
     shared_memory_bytes: int = HOPPER_SHARED_MEMORY_BYTES,
+    tuned: GemmTiles | None = None,
 ) -> GemmTiles:
     """Pure and CPU-testable; the launchers take no other decision.
 
@@ -66,7 +69,10 @@ def choose_tiles(
 
     Args:
         itemsize: bytes of an element of the weights.
+        tuned: what a table of this GPU has for the problem, which is taken as it is; None: nothing.
     """
+    if tuned is not None:
+        return tuned
     mean_rows = slots / num_experts
     if itemsize == 1:
         return _choose_fp8_tiles(mean_rows, intermediate=intermediate, room=shared_memory_bytes - _EPILOGUE_BYTES)
@@ -104,6 +110,18 @@ def choose_tiles(
         gated=_cut(tiles.gated, block_rows=tiles.block_rows, columns_per_output=2, room=room // itemsize),
         down=_cut(tiles.down, block_rows=tiles.block_rows, columns_per_output=1, room=room // itemsize),
     )
+
+
+def may_fit(
+    tile: GemmTile, *, block_rows: int, columns_per_output: int, itemsize: int, shared_memory_bytes: int
+) -> bool:
+    """Whether all stages find room in one program; what the epilogue needs comes on top, or overlaps them.
+
+    Args:
+        columns_per_output: 2 for the gated GEMM, which has gates and ups; else 1.
+    """
+    stage = (block_rows + columns_per_output * tile.block_columns) * tile.block_depth * itemsize
+    return stage * tile.num_stages <= shared_memory_bytes
 
 
 def _cut(tile: GemmTile, *, block_rows: int, columns_per_output: int, room: int) -> GemmTile:

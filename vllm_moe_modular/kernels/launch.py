@@ -26,6 +26,12 @@ def shared_memory_bytes(device: torch.device) -> int:
 
 
 @cache
+def gpu_name(device: torch.device) -> str:
+    """As torch names the model; empty: no GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+@cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Programmatic dependent launch, and the copy engine behind tensor descriptors: Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

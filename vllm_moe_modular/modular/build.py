@@ -23,6 +23,7 @@ class BuildContext:
         activation: between the two GEMMs; None where vLLM's name for it has no counterpart here.
         low_latency_tokens: tokens per rank and round of low-latency transports.
         layer: the server's own object of the layer, for a part that was registered with `per_layer`; else None.
+        tuned: folder of tuned tables that go before those of the package; None: there is none.
     """
 
     device: torch.device
@@ -36,6 +37,7 @@ class BuildContext:
     activation: Activation | None
     low_latency_tokens: int
     layer: object | None = None
+    tuned: str | None = None
 
     def require_layer(self) -> object:
         """The server's layer, for a part that reuses what it has."""

@@ -86,7 +86,7 @@ class Adapter(ABC):
         if not self.runtime.settings.enabled:
             original(worker, *args, **kwargs)
             return
-        require_trace_folder(self.runtime.settings)
+        require_folders(self.runtime.settings)
         agree_on_settings(self.runtime, self.expert_parallel_group(), load=self._loads)
         self._loads += 1
         self._held_bytes = 0
@@ -226,12 +226,14 @@ def engine_settings(settings: Settings, additional_config: Any) -> Settings:
     return settings if config is None else with_overrides(settings, config)
 
 
-def require_trace_folder(settings: Settings) -> None:
-    """Make the trace folder, before anything is loaded.
+def require_folders(settings: Settings) -> None:
+    """Make the trace folder, and look for that of tuned tables, before anything is loaded.
 
     Raises:
-        SettingsError: it cannot be made or written to.
+        SettingsError: the one cannot be made or written to, the other is not there.
     """
+    if settings.tuned is not None and not Path(settings.tuned).is_dir():
+        raise SettingsError(f"VLLM_MOE_MODULAR_TUNED={settings.tuned}: there is no such folder; name one that exists")
     if settings.trace is None:
         return
     try:

@@ -47,6 +47,7 @@ def maybe_make_fused_moe_modular_method(
         activation=layer.activation,
         low_latency_tokens=runtime.settings.low_latency_tokens,
         layer=layer.module,
+        tuned=runtime.settings.tuned,
     )
     kernel = runtime.build_kernel(plan.choice, context)
     if reads_weights:

@@ -1,0 +1,57 @@
+"""The triton experts with a tuned table: they run what it says, give the same result, and reserve for it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.experts.test_triton_experts import SILU, Case, reference, run
+from tests.kernels.interpreter import rounds_to_nearest  # noqa: F401
+from vllm_moe_modular.experts.triton_experts import TritonExperts
+from vllm_moe_modular.experts.triton_or_deep_gemm_experts import prefers_deep_gemm
+from vllm_moe_modular.kernels.align_rows import scratch_ints
+from vllm_moe_modular.kernels.gemm_tiles import GemmTile, GemmTiles
+from vllm_moe_modular.kernels.tuned_tables import TunedCell, TunedTable, tuned_shape
+from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
+
+TILES = GemmTiles(32, gated=GemmTile(16, 16, 1, 4, 2), down=GemmTile(32, 16, 1, 4, 2), gather_first=True)
+CELL = TunedCell(rows=16, tiles=TILES, grouped_gemm_us=10.0)
+
+
+def tuned(weights, cell: TunedCell = CELL) -> TritonExperts:  # type: ignore[no-untyped-def]
+    return TritonExperts(SILU, tuned=TunedTable("", {tuned_shape(weights, 2): (cell,)}))
+
+
+def test_a_table_is_honoured_and_right() -> None:
+    case = Case("", R=13)
+    rows, weights = case.problem(torch.float16)
+    experts = tuned(weights)
+    got = run(rows, weights, experts)
+    assert torch.equal(got, run(rows, weights, TritonExperts(SILU, tiles=TILES)))
+    naive, truth = (reference(rows, weights, case, dtype) for dtype in (torch.float16, torch.float64))
+    assert_as_accurate_as(got, naive, truth)
+    E = len(weights.w2)
+    assert experts.workspace(rows, weights)[-1].shape == (scratch_ints(13 * 2, E, 32),)
+
+
+@pytest.mark.parametrize(("small_us", "buffers"), [(9.0, 2), (11.0, 3)], ids=["slot by slot", "in blocks"])
+def test_the_table_says_when_to_go_slot_by_slot(small_us: float, buffers: int) -> None:
+    case = Case("", R=4)
+    rows, weights = case.problem(torch.float16)
+    experts = tuned(weights, replace(CELL, rows=4, small_batch_us=small_us))
+    assert len(experts.workspace(rows, weights)) == buffers
+    naive, truth = (reference(rows, weights, case, dtype) for dtype in (torch.float16, torch.float64))
+    assert_as_accurate_as(run(rows, weights, experts), naive, truth)
+
+
+def test_rows_that_no_cell_is_near_to_run_as_without_a_table() -> None:
+    rows, weights = Case("", R=40).problem(torch.float16)
+    assert torch.equal(run(rows, weights, tuned(weights)), run(rows, weights, TritonExperts(SILU)))
+
+
+def test_the_table_chooses_between_triton_and_deep_gemm() -> None:
+    problem = {"slots": 4096 * 8, "num_experts": 128, "intermediate": 1536, "fp8": False}
+    assert prefers_deep_gemm(**problem)  # type: ignore[arg-type]
+    slower = replace(CELL, deep_gemm_us=10.5)
+    assert not prefers_deep_gemm(**problem, tuned=slower)  # type: ignore[arg-type]
+    assert prefers_deep_gemm(**problem, tuned=CELL)  # type: ignore[arg-type]
