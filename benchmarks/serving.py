@@ -1,34 +1,36 @@
-"""vLLM with the plugin against vLLM without it, on one GPU: the same tokens, and tokens per second.
+"""vLLM with the plugin against vLLM without it: the same tokens, and tokens per second.
 
     python -m benchmarks.serving tokens --out serving.jsonl [--models qwen3_moe qwen3_moe:fp8_block ...] [--experts ...]
     python -m benchmarks.serving speed --out serving.jsonl [--quantization fp8_block] [--experts ...] [--profile]
+    ... --ranks 2 --all2all nvlink allgather
 
 Each variant is an engine of its own in its own process, all of them on the one device at the same time; what is timed
 runs in turns, while the others are idle. `tokens` serves tiny checkpoints with compilation and CUDA graphs: in float32
 it counts greedy tokens that agree with stock vLLM and with Hugging Face, in bfloat16 it compares the error of the
 log-probabilities of a given text with that of stock. `speed` serves a dummy of Qwen3-30B-A3B's shape with 24 layers.
 `--engine` takes what else vLLM is given, with and without the plugin: '{"moe_backend": "marlin"}'.
+
+`--ranks` serves with data and expert parallelism: `tokens` against stock vLLM on one rank, `speed` against stock vLLM
+on as many, per rank. Each rank is a process with a GPU of its own. Where there are fewer GPUs, ranks share them, which
+says whether tokens are right and nothing about speed: it takes an NCCL from 2.30 on (LD_PRELOAD, VLLM_NCCL_SO_PATH).
 """
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
+from benchmarks.engines import Engine, Ranks, start
+
 PROMPTS, NEW_TOKENS = 8, 24
-MODELS_AT_A_TIME = 3  # four or more engines each, with some gigabytes of CUDA graphs
-ON = {"VLLM_MOE_MODULAR": "1", "VLLM_MOE_MODULAR_ALL2ALL": "local", "VLLM_MOE_MODULAR_EXPERTS": "triton"}
+ENGINES_AT_A_TIME = 12  # with some gigabytes of CUDA graphs each
+ON = {"VLLM_MOE_MODULAR": "1"}
 OFF = {"VLLM_MOE_MODULAR": "0"}
-ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 MODELS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3")
 LATENT_ATTENTION = ("deepseek_v3",)  # whose attention backends take no float32
 GPU_HEADS = {"qk_nope_head_dim": 128, "v_head_dim": 128}  # the only ones that vLLM's prefill takes on a GPU
@@ -68,141 +70,53 @@ LOADS = (
     Load("256 sequences", 256, 32, 64),
     Load("prefill 8 x 1024", 8, 1024, 1),
 )
+RANK_LOADS = (
+    Load("small: 8 x (32 in, 64 out)", 8, 32, 64),
+    Load("decode: 256 x (32 in, 64 out)", 256, 32, 64),
+    Load("mixed: 128 x (512 in, 64 out)", 128, 512, 64),
+)
+"""Of each rank."""
 
 
-@dataclass
-class Engine:
-    """One variant in a process of its own, which answers one line for each line that it is sent."""
+@dataclass(frozen=True)
+class Plan:
+    """What is compared.
 
-    name: str
-    settings: Mapping[str, str]
-    arguments: Mapping[str, Any]
-    log: Path
-    process: "subprocess.Popen[str]" = field(init=False)
+    Attributes:
+        ranks: with one, the all-to-all is `local`.
+        extra: more arguments of vLLM's, with and without the plugin.
+    """
 
-    def __post_init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.serving", "engine", json.dumps(self.arguments)],
-            env={"VLLM_DEEP_GEMM_WARMUP": "skip"} | os.environ | dict(self.settings) | ONE_PROCESS,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True,
-        )  # fmt: skip
+    experts: Sequence[str]
+    all2alls: Sequence[str]
+    ranks: int
+    extra: Mapping[str, Any]
 
-    def ask(self, call: str, **arguments: Any) -> Any:
-        """The answer; a RuntimeError with the end of the log if the process is gone."""
-        self.send(call, **arguments)
-        return self.answer()
-
-    def send(self, call: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None, "started with a pipe"
-        try:
-            self.process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # `answer` says why
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None, "started with a pipe"
-        line = self.process.stdout.readline()
-        if not line:
-            tail = "\n".join(self.log.read_text().splitlines()[-25:])
-            raise RuntimeError(f"{self.name} ended with {self.process.wait()}; {self.log} ends with\n{tail}")
-        return json.loads(line)
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
+    def variants(self) -> dict[str, dict[str, str]]:
+        """The settings by name: each pair of parts."""
+        return {
+            experts if self.ranks == 1 else f"{all2all} {experts}": ON
+            | {"VLLM_MOE_MODULAR_ALL2ALL": all2all, "VLLM_MOE_MODULAR_EXPERTS": experts}
+            for all2all in (["local"] if self.ranks == 1 else self.all2alls)
+            for experts in self.experts
+        }
 
 
-class Calls:
-    """What an engine's process can be asked."""
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        from vllm import LLM
-
-        self.llm = LLM(**arguments)
-
-    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        outputs = self._generate(prompts, max_tokens=new_tokens)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def logprobs(self, texts: list[list[int]]) -> list[list[float]]:
-        """Of every token but the first."""
-        outputs = self._generate(texts, max_tokens=1, prompt_logprobs=0)
-        return [
-            [position[token].logprob for position, token in zip(o.prompt_logprobs[1:], text[1:], strict=True)]
-            for o, text in zip(outputs, texts, strict=True)
-        ]
-
-    def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
-        start = perf_counter()
-        self._generate(prompts, max_tokens=new_tokens)
-        return perf_counter() - start
-
-    def methods(self) -> dict[str, int]:
-        """How many MoE layers run on which method."""
-        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-        engine: Any = self.llm.llm_engine
-        model = engine.model_executor.driver_worker.worker.model_runner.get_model()
-        names = [type(m.quant_method).__name__ for m in model.modules() if isinstance(m, RoutedExperts)]
-        return {name: names.count(name) for name in set(names)}
-
-    def kv_cache_blocks(self) -> int:
-        engine: Any = self.llm.llm_engine
-        return int(engine.vllm_config.cache_config.num_gpu_blocks)
-
-    def profile(self, prompts: list[list[int]], new_tokens: int) -> list[tuple[str, float, int]]:
-        """Name, microseconds and calls of what ran longest on the device; first the time in all."""
-        import torch
-
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            taken = self.seconds(prompts, new_tokens)
-        kernels = sorted(profile.key_averages(), key=lambda k: -k.self_device_time_total)
-        rows = [(k.key[:80], k.self_device_time_total, k.count) for k in kernels[:30]]
-        return [("in all", taken * 1e6, 1), *rows]
-
-    def _generate(self, prompts: list[list[int]], **sampling: Any) -> list[Any]:
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
-        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+def check_tokens(models: Sequence[str], plan: Plan, folder: Path) -> Iterator[dict[str, object]]:
+    """Serve each model, "family" or "family:quantization", in each dtype without the plugin and with each variant."""
+    at_a_time = max(1, ENGINES_AT_A_TIME // (2 * (1 + plan.ranks * len(plan.variants()))))
+    for first in range(0, len(models), at_a_time):
+        yield from check_together(models[first : first + at_a_time], plan, folder)
 
 
-def run_engine(arguments: Mapping[str, Any]) -> None:
-    """Answer on what was stdout; vLLM's own lines go to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    calls = Calls(arguments)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(getattr(calls, asked.pop("call"))(**asked)), file=answers, flush=True)
-
-
-def variants(experts: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Without the plugin, and with each experts: names and settings."""
-    yield "off", OFF
-    for name in experts:
-        yield name, ON | {"VLLM_MOE_MODULAR_EXPERTS": name}
-
-
-def check_tokens(
-    models: Sequence[str], experts: Sequence[str], folder: Path, extra: Mapping[str, Any]
-) -> Iterator[dict[str, object]]:
-    """Serve each model, "family" or "family:quantization", in each dtype without the plugin and with each experts."""
-    for first in range(0, len(models), MODELS_AT_A_TIME):
-        yield from check_together(models[first : first + MODELS_AT_A_TIME], experts, folder, extra)
-
-
-def check_together(
-    models: Sequence[str], experts: Sequence[str], folder: Path, extra: Mapping[str, Any]
-) -> Iterator[dict[str, object]]:
+def check_together(models: Sequence[str], plan: Plan, folder: Path) -> Iterator[dict[str, object]]:
     from vllm_moe_modular.testing.checkpoints import dequantise, make_checkpoint
     from vllm_moe_modular.testing.reference_tokens import default_prompts
 
     prompts = default_prompts(PROMPTS)
     twins: dict[str, Path] = {}
     with ExitStack() as stack:
-        engines: dict[tuple[str, str], list[Engine]] = {}
+        engines: dict[tuple[str, str], list[Engine | Ranks]] = {}
         for model in models:
             family, _, quantization = model.partition(":")
             latent = family in LATENT_ATTENTION
@@ -218,10 +132,10 @@ def check_together(
                     "model": str(checkpoint), "dtype": dtype, "max_model_len": 512, "max_num_batched_tokens": 512,
                     "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False, "max_num_seqs": 16,
                     "gpu_memory_utilization": 0.3,  # asked for at the start, while other engines hold memory too
-                } | ({} if latent else {"attention_backend": "TRITON_ATTN"}) | extra  # fmt: skip
-                for name, settings in variants(experts):
-                    log = folder / f"{family}-{quantization}-{dtype}-{name}.log"
-                    engine = Engine(name, settings, arguments, log)
+                } | ({} if latent else {"attention_backend": "TRITON_ATTN"}) | plan.extra  # fmt: skip
+                for name, settings in ({"off": OFF} | plan.variants()).items():
+                    log = folder / f"{family}-{quantization}-{dtype}-{name.replace(' ', '-')}.log"
+                    engine = start(name, settings, arguments, log, ranks=1 if name == "off" else plan.ranks)
                     engines.setdefault((model, dtype), []).append(engine)
                     stack.callback(engine.stop)
         truth = {model: hugging_face(twin, prompts) for model, twin in twins.items()}
@@ -235,7 +149,9 @@ def check_together(
                 yield result
 
 
-def compare(off: Engine, on: Engine, prompts: list[list[int]], truth: Mapping[str, Any]) -> dict[str, object]:
+def compare(
+    off: Engine | Ranks, on: Engine | Ranks, prompts: list[list[int]], truth: Mapping[str, Any]
+) -> dict[str, object]:
     """Agreement of greedy tokens, and root mean square errors of log-probabilities of the reference's own text."""
     engines = {"off": off, "on": on}
     tokens = {name: e.ask("generate", prompts=prompts, new_tokens=NEW_TOKENS) for name, e in engines.items()}
@@ -282,9 +198,9 @@ def hugging_face(checkpoint: Path, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def measure_speed(
-    folder: Path, experts: Sequence[str], extra: Mapping[str, Any], *, quantization: str, rounds: int, profile: bool
+    plan: Plan, folder: Path, *, quantization: str, rounds: int, profile: bool
 ) -> Iterator[dict[str, object]]:
-    """Tokens per second, in turns."""
+    """Tokens per second, of each rank, in turns."""
     model = folder / "model"
     model.mkdir()
     quantized = {"quantization_config": SPEED_QUANTIZATION[quantization]} if quantization else {}
@@ -292,23 +208,25 @@ def measure_speed(
     arguments = {
         "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "max_model_len": 2048, "max_num_batched_tokens": 8192, "max_num_seqs": 256,
-        "gpu_memory_utilization": 0.84 / (1 + len(experts)),
+        "gpu_memory_utilization": 0.84 / (1 + len(plan.variants())),
         "enable_prefix_caching": False, "attention_backend": "TRITON_ATTN",
-    } | extra  # fmt: skip
+    } | plan.extra  # fmt: skip
     with ExitStack() as stack:
         engines = []
-        for name, settings in variants(experts):
+        for name, settings in ({"off": OFF} | plan.variants()).items():
             # One after the other: while memory is being profiled, nobody else may take any.
-            engines.append(Engine(name, settings, arguments, folder / f"speed-{name}.log"))
+            log = folder / f"speed-{name.replace(' ', '-')}.log"
+            engines.append(start(name, settings, arguments, log, ranks=plan.ranks))
             stack.callback(engines[-1].stop)
             engines[-1].ask("kv_cache_blocks")
         for engine in engines:
             yield {"engine": engine.name, "methods": engine.ask("methods"), "blocks": engine.ask("kv_cache_blocks")}
-        for load in LOADS:
+        for load in LOADS if plan.ranks == 1 else RANK_LOADS:
             prompts = [
-                [3 + (i * 7919 + j * 104729) % 150000 for j in range(load.tokens_in)] for i in range(load.prompts)
+                [3 + (i * 7919 + j * 104729) % 150000 for j in range(load.tokens_in)]
+                for i in range(load.prompts * plan.ranks)
             ]
-            ask: Callable[[Engine], float] = lambda e, p=prompts, n=load.tokens_out: e.ask(  # noqa: E731
+            ask: Callable[[Engine | Ranks], float] = lambda e, p=prompts, n=load.tokens_out: e.ask(  # noqa: E731
                 "seconds", prompts=p, new_tokens=n
             )
             for engine in engines:
@@ -328,30 +246,29 @@ def measure_speed(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tokens", "speed", "engine"))
-    parser.add_argument("arguments", nargs="?", help="of an engine, JSON")
+    parser.add_argument("what", choices=("tokens", "speed"))
     parser.add_argument("--out", type=Path, help="JSON lines are appended to this file; logs go beside it")
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--experts", nargs="+", default=["triton"])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--all2all", nargs="+", default=["nvlink", "allgather"], help="with several ranks")
     parser.add_argument("--quantization", choices=SPEED_QUANTIZATION, default="", help="of the dummy")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vLLM's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    if args.what == "engine":
-        run_engine(json.loads(args.arguments))
-        return
     if args.out is None:
         parser.error("--out is needed")
     from vllm_moe_modular.bench.timing import machine
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{args.what}-", dir=args.out.parent))
+    plan = Plan(args.experts, args.all2all, args.ranks, args.engine)
     if args.what == "tokens":
-        results = check_tokens(args.models, args.experts, folder, args.engine)
+        results = check_tokens(args.models, plan, folder)
     else:
         how = {"quantization": args.quantization, "rounds": args.rounds, "profile": args.profile}
-        results = measure_speed(folder, args.experts, args.engine, **how)
+        results = measure_speed(plan, folder, **how)
     where = machine()
     with args.out.open("a") as f:
         for result in results:
