@@ -14,6 +14,7 @@ from vllm_moe_modular.modular.weight_and_reduce import TorchTopKWeightAndReduce,
 from vllm_moe_modular.modular.workspace import BufferSpec
 from vllm_moe_modular.prepare_finalize.allgather import AllGatherPrepareAndFinalize
 from vllm_moe_modular.prepare_finalize.torch_all_to_all import TorchPrepareAndFinalize
+from vllm_moe_modular.reference.quantize_fp8 import quantize_fp8
 
 
 class WeighsAtHome(AllGatherPrepareAndFinalize):
@@ -54,6 +55,42 @@ class WeighsAtHome(AllGatherPrepareAndFinalize):
 
     def ids_to_sum(self, ticket: Any) -> torch.Tensor:
         return ticket.topk_ids
+
+
+class SendsFp8(AllGatherPrepareAndFinalize):
+    """No fault: an all-gather of quantised rows, where the experts take them."""
+
+    @classmethod
+    def build(cls, context: BuildContext) -> "SendsFp8":
+        part = cls(group=context.require_group(), placement=context.placement, device=context.device)
+        part.in_fp8 = context.fp8_rows
+        return part
+
+    def prepare(self, x_TH, topk_ids_TK, topk_weights_TK, **more):  # type: ignore[no-untyped-def]
+        if not self.in_fp8:
+            return super().prepare(x_TH, topk_ids_TK, topk_weights_TK, **more)
+        values, scales = quantize_fp8(x_TH)
+        there = super().prepare(
+            torch.cat((values.view(torch.float32), scales), dim=1), topk_ids_TK, topk_weights_TK, **more
+        )
+        assert isinstance(there.rows, StandardRows)
+        packed_values, scales = there.rows.x.split([values.shape[1] // 4, scales.shape[1]], dim=1)
+        values = packed_values.contiguous().view(torch.float8_e4m3fn)
+        return Dispatched(replace(there.rows, x=values, x_scale=self.scales_of(scales)), there.ticket)
+
+    def scales_of(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales
+
+
+class MixesScales(SendsFp8):
+    def scales_of(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.flip(1)
+
+
+class SendsFp8Unasked(SendsFp8):
+    def prepare(self, x_TH, topk_ids_TK, topk_weights_TK, **more):  # type: ignore[no-untyped-def]
+        self.in_fp8 = x_TH.shape[1] % 128 == 0
+        return super().prepare(x_TH, topk_ids_TK, topk_weights_TK, **more)
 
 
 class UsesDispatchedIds(WeighsAtHome):
@@ -205,3 +242,24 @@ class CountsAnExpertNamedTwiceOnce(Experts):
     def apply(self, rows, weights, **more):  # type: ignore[no-untyped-def]
         same = (rows.topk_ids.unsqueeze(2) == rows.topk_ids.unsqueeze(1)).tril(diagonal=-1).any(dim=2)
         return super().apply(replace(rows, topk_ids=rows.topk_ids.masked_fill(same, -1)), weights, **more)
+
+
+class IgnoresScalesOfRows(Experts):
+    def apply(self, rows, weights, **more):  # type: ignore[no-untyped-def]
+        if rows.x_scale is not None:
+            rows = replace(rows, x_scale=torch.ones_like(rows.x_scale))
+        return super().apply(rows, weights, **more)
+
+
+class TakesScalesToLieInRows(Experts):
+    def apply(self, rows, weights, **more):  # type: ignore[no-untyped-def]
+        if rows.x_scale is not None:
+            rows = replace(rows, x_scale=rows.x_scale.as_strided(rows.x_scale.shape, (rows.x_scale.shape[1], 1)))
+        return super().apply(rows, weights, **more)
+
+
+class TakesEveryWeightToBeScaledAlike(Experts):
+    def apply(self, rows, weights, **more):  # type: ignore[no-untyped-def]
+        if weights.w13_scale is not None:
+            weights = replace(weights, w13_scale=weights.w13_scale.mean().expand_as(weights.w13_scale).contiguous())
+        return super().apply(rows, weights, **more)

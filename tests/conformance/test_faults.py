@@ -22,6 +22,17 @@ ALL_TO_ALLS = [
     (faulty.DropsAnExpertNamedTwice, "an expert named twice by a token", "max error"),
     (faulty.CountsExpertsInABytes, "300 experts", "max error"),
     (faulty.SendsHalfPrecision, "rows arrive bitwise", "did not arrive as sent"),
+    (
+        faulty.MixesScales,
+        "experts that take rows in fp8: they arrive quantised, or bitwise",
+        "did not arrive as sent (quantised, with their scales",
+    ),
+    (faulty.MixesScales, "experts that take rows in fp8: the layer", "max error"),
+    (
+        faulty.SendsFp8Unasked,
+        "experts that take rows in fp8 beside experts that do not",
+        "it sends rows in fp8 to experts that did not ask for them",
+    ),
     (faulty.FailsOnOneRank, "some ids of -1", "rank 1: raised LookupError: no room for rank 1"),
 ]
 EXPERTS = [
@@ -30,6 +41,9 @@ EXPERTS = [
     (faulty.CountsOnZeroedScratch, "a batch", "NaN in the result"),
     (faulty.ScalesItsRowsInPlace, "one row", "it writes to its input"),
     (faulty.CountsAnExpertNamedTwiceOnce, "an expert named twice by a row", "max error"),
+    (faulty.IgnoresScalesOfRows, "rows in fp8, weights in fp8 128x128", "max error"),
+    (faulty.TakesScalesToLieInRows, "rows in fp8, weights in fp8", "x_scale has strides"),
+    (faulty.TakesEveryWeightToBeScaledAlike, "weights in fp8 128x128", "max error"),
 ]
 
 
@@ -61,6 +75,9 @@ def test_ranks_that_lose_each_other_are_a_fault_and_end_the_run_soon(
 
 @pytest.mark.parametrize(("part", "case", "why"), EXPERTS, ids=name_of)
 def test_a_fault_of_experts_is_found(part: Any, case: str, why: str, ranks_of: Start) -> None:
-    (finding,) = check_experts(part.build, cases=[case], ranks=ranks_of(1)).findings
+    schemes = ("fp8", "fp8 128x128")
+    (finding,) = check_experts(
+        part.build, cases=[case], ranks=ranks_of(1), schemes=schemes, fp8_rows=schemes
+    ).findings  # fmt: skip
     assert finding.case == case
     assert why in finding.why

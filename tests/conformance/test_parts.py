@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.faulty_parts import WeighsAtHome
+from tests.conformance.faulty_parts import SendsFp8, WeighsAtHome
 from vllm_moe_modular.cli.main import main
 from vllm_moe_modular.errors import MoEModularError, NoUsablePartError
 from vllm_moe_modular.experts.torch_experts import TorchExperts
 from vllm_moe_modular.selection.builtin import builtin_registry
 from vllm_moe_modular.selection.registry import Part, PartKind
 from vllm_moe_modular.testing.conformance import DTYPES, check_part, check_prepare_finalize
-from vllm_moe_modular.testing.conformance.for_pytest import ExpertsConformance
+from vllm_moe_modular.testing.conformance.for_pytest import ExpertsConformance, PrepareFinalizeConformance
 from vllm_moe_modular.testing.conformance.prepare_finalize_cases import KILLED, RANDOM_STEPS_CASE
-from vllm_moe_modular.testing.conformance.run import case_names, objections
+from vllm_moe_modular.testing.conformance.run import case_names, objections, schemes_of
 from vllm_moe_modular.testing.ranks import Ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_all_to_all"
@@ -38,13 +38,23 @@ def test_ours_keep_their_contract(part: Part, ranks_of: Callable[[int], Ranks]) 
         return
     report = check_part(part, ranks=ranks_of(size))
     report.require()
-    assert len(report.passed) == len(case_names(part.kind, size, "cpu"))
+    schemes = schemes_of(part, "cpu") if part.kind is PartKind.EXPERTS else []
+    names = case_names(part.kind, size, "cpu", schemes=schemes, fp8_rows=part.fp8_rows)
+    assert report.passed == names
 
 
 class TestTorchExperts(ExpertsConformance):
     """As a package's own tests would have it."""
 
     part = TorchExperts
+    schemes = ("fp8", "fp8 128x128")
+    fp8_rows = ("fp8", "fp8 128x128")
+
+
+class TestSendsRowsInFp8(PrepareFinalizeConformance):
+    """None of ours that runs on a CPU does."""
+
+    part = SendsFp8
 
 
 def test_an_all_to_all_that_weighs_at_home_keeps_its_contract(ranks_of: Callable[[int], Ranks]) -> None:

@@ -1,7 +1,7 @@
-"""What is used of DeepGEMM, in plain torch and as strict: its grouped GEMMs over rows that lie expert after expert.
+"""What is used of DeepGEMM, in plain torch and as strict: its grouped GEMMs.
 
-Each refuses what DeepGEMM 2.5 refuses on Hopper, computes the rows up to the end of an expert's last block, and leaves
-alone those past it.
+Each refuses what DeepGEMM 2.5 refuses on Hopper, or would copy, computes the rows up to the end of an expert's last
+block, and leaves alone those past it.
 """
 
 import torch
@@ -67,3 +67,32 @@ def m_grouped_fp8_gemm_nt_contiguous(
     per_row = b_scales.repeat_interleave(128, 1)[:, :N]
     b_float = (b_ENK.float().unflatten(2, (-1, 128)) * per_row[..., None]).flatten(2)
     _grouped(a_float, b_float, d, grouped_layout, use_psum_layout, expected_m_for_psum_layout)
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: Scaled, b: Scaled, d: torch.Tensor, masked_m: torch.Tensor, expected_m: int
+) -> None:  # fmt: skip
+    (a_EDK, a_scales), (b_ENK, b_scales) = a, b
+    E, D, K = a_EDK.shape
+    N = b_ENK.shape[1]
+    G = K // 128
+    assert a_EDK.dtype == b_ENK.dtype == torch.float8_e4m3fn
+    assert b_ENK.shape == (E, N, K)
+    assert d.shape == (E, D, N)
+    assert d.dtype == torch.bfloat16
+    assert all(t.is_contiguous() for t in (a_EDK, b_ENK, b_scales, d, masked_m))
+    assert a_scales.dtype == b_scales.dtype == torch.float32
+    assert a_scales.shape == (E, D, G)
+    assert a_scales.stride() == (G * D, 1, D), "else it copies them"
+    assert b_scales.shape == (E, -(-N // 128), G)
+    assert masked_m.shape == (E,)
+    assert masked_m.dtype == torch.int32
+    assert expected_m > 0
+    assert D % 128 == 0, "a tile would be stored into the next expert's block"
+    per_row = b_scales.repeat_interleave(128, 1)[:, :N]
+    for e, rows in enumerate(masked_m.tolist()):
+        assert 0 <= rows <= D
+        last = -(-rows // 128) * 128
+        x = (a_EDK[e, :last].float().unflatten(1, (-1, 128)) * a_scales[e, :last, :, None]).flatten(1)
+        w = (b_ENK[e].float().unflatten(1, (-1, 128)) * per_row[e, :, :, None]).flatten(1)
+        d[e, :last] = (x @ w.T).to(d.dtype)

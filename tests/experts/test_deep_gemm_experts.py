@@ -19,7 +19,8 @@ from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertW
 from vllm_moe_modular.modular.prepare_finalize import BatchedRows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.reference.gated_activation import gated_activation
-from vllm_moe_modular.reference.quantize_groups import dequantize_groups, quantize_groups
+from vllm_moe_modular.reference.quantize_fp8 import dequantize_fp8, quantize_fp8
+from vllm_moe_modular.testing.fp8_rows import fp8_rows
 from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
 
 SILU = Activation(kind=ActivationKind.SILU)
@@ -121,7 +122,7 @@ def reference(rows: StandardRows, weights: ExpertWeights, case: Case, *, truth: 
     w13, w2 = plain(weights.w13, weights.w13_scale, dtype), plain(weights.w2, weights.w2_scale, dtype)
 
     def multiplied(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        t = dequantize_groups(*quantize_groups(t)) if quantized and not truth else t
+        t = dequantize_fp8(*quantize_fp8(t)).to(dtype) if quantized and not truth else t
         y = t @ w.T
         return y if truth else y.to(BF16)
 
@@ -221,6 +222,25 @@ def test_rows_of_a_wider_tensor(dtype: torch.dtype) -> None:
     rows, weights = Case("", R=8).problem(dtype)
     wide = torch.cat([rows.x, rows.x], dim=1)[:, :256]
     assert torch.equal(run(replace(rows, x=wide), weights, experts()), run(rows, weights, experts()))
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous scales", "scales of a group side by side"])
+def test_rows_that_come_in_fp8_give_the_bits_of_rows_that_are_quantised_here(strided: bool) -> None:
+    rows, weights = Case("", R=21).problem(FP8)
+    rows.topk_ids[0, 0], rows.topk_ids[4] = -1, -1
+    quantised = fp8_rows(rows)
+    assert quantised.x_scale is not None
+    if strided:
+        quantised = replace(quantised, x_scale=quantised.x_scale.T.contiguous().T)
+    got = run(quantised, weights, experts())
+    assert got.dtype == BF16
+    assert torch.equal(got, run(rows, weights, experts()))
+
+
+def test_refuses_rows_in_fp8_with_unquantised_weights() -> None:
+    rows, weights = Case("", R=3).problem(BF16)
+    with pytest.raises(UnsupportedError, match="rows in fp8 with unquantised weights in the deep_gemm experts"):
+        run(fp8_rows(rows), weights, experts())
 
 
 @both

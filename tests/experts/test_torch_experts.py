@@ -14,6 +14,8 @@ from vllm_moe_modular.modular.fp8 import dequantized
 from vllm_moe_modular.modular.prepare_finalize import BatchedRows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import TorchTopKWeightAndReduce, WeightAndReduceBy
 from vllm_moe_modular.reference.moe_layer import moe_layer
+from vllm_moe_modular.reference.quantize_fp8 import dequantize_fp8, quantize_fp8
+from vllm_moe_modular.testing.fp8_rows import fp8_rows
 from vllm_moe_modular.testing.fp8_weights import fp8_weights
 from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
 
@@ -196,6 +198,18 @@ def test_weights_in_fp8(blocks: bool, activation: Activation, dtype: torch.dtype
     )
     truth = moe_layer(rows.x, rows.topk_ids, rows.topk_weights, weights, activation)
     assert_as_accurate_as(run(case, rows, weights), plain_torch(case, rows, meant), truth)
+
+
+@pytest.mark.parametrize("by", [EXPERTS, FINALIZE], ids=["experts", "finalize"])
+def test_rows_in_fp8_are_what_they_stand_for(by: WeightAndReduceBy) -> None:
+    case = Case(why="", H=256)
+    rows, weights = make(case, torch.bfloat16)
+    quantised = fp8_rows(rows)
+    meant = replace(rows, x=dequantize_fp8(*quantize_fp8(rows.x)).float().bfloat16())
+    got, want = (run(case, given, weights, by) for given in (quantised, meant))
+    assert got.dtype == torch.bfloat16
+    here = rows.topk_ids >= 0
+    assert torch.equal(got, want) if by is EXPERTS else torch.equal(got[here], want[here])
 
 
 def test_weights_in_fp8_without_scales_are_refused() -> None:

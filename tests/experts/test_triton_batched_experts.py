@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.common import DEVICE, DTYPES, poisoned, randn
+from tests.kernels.interpreter import multiplies_each_row_alone  # noqa: F401
 from vllm_moe_modular.errors import ShapeError, UnsupportedError
 from vllm_moe_modular.experts.triton_batched_experts import TritonBatchedExperts
 from vllm_moe_modular.kernels.gemm_tiles import GemmTile, GemmTiles
@@ -93,6 +94,7 @@ def test_matches_float64(case: Case, dtype: torch.dtype) -> None:
     assert_as_accurate_as(real(got, case), naive, truth)
 
 
+@pytest.mark.usefixtures("multiplies_each_row_alone")
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     tiles = GemmTiles(16, gated=GemmTile(16, 32, 1, 4, 2), down=GemmTile(16, 32, 1, 4, 2))
     many, few = Case("", counts=(16, 16)), Case("", counts=(16, 1))

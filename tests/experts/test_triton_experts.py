@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.common import DEVICE, DTYPES, poisoned, randn, random_ids
+from tests.kernels.interpreter import multiplies_each_row_alone  # noqa: F401
 from vllm_moe_modular.errors import ShapeError, UnsupportedError
 from vllm_moe_modular.experts.triton_experts import TritonExperts, is_small_batch
 from vllm_moe_modular.kernels.gemm_tiles import GemmTile, GemmTiles
@@ -156,6 +157,7 @@ def test_no_rows() -> None:
     assert run(none, weights, TritonExperts(SILU)).shape == (0, 64)
 
 
+@pytest.mark.usefixtures("multiplies_each_row_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("few", "many"), [(5, 40), (1, 2)], ids=["in batches", "slot by slot"])
 def test_a_row_does_not_depend_on_its_neighbours(few: int, many: int, dtype: torch.dtype) -> None:

@@ -7,16 +7,19 @@ import pytest
 import torch
 
 from tests.kernels.common import DEVICE, poisoned, randn, random_fp8_weights, random_ids, stand_for
+from tests.kernels.interpreter import multiplies_each_row_alone  # noqa: F401
 from vllm_moe_modular.errors import ShapeError, UnsupportedError
 from vllm_moe_modular.experts.triton_experts import TritonExperts, is_small_batch
 from vllm_moe_modular.kernels.gemm_tiles import GemmTile, GemmTiles
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
+from vllm_moe_modular.modular.fp8 import dequantized_rows
 from vllm_moe_modular.modular.prepare_finalize import StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.reference.gated_activation import gated_activation
 from vllm_moe_modular.reference.quantize_fp8 import dequantize_fp8, quantize_fp8
 from vllm_moe_modular.reference.small_batch_down import small_batch_down
 from vllm_moe_modular.reference.small_batch_gated import small_batch_gated
+from vllm_moe_modular.testing.fp8_rows import fp8_rows
 from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
 
 SILU = Activation(kind=ActivationKind.SILU)
@@ -162,12 +165,83 @@ def test_gathering_first_changes_no_bit() -> None:
     assert torch.equal(run(rows, weights, gather_first), run(rows, weights, TritonExperts(SILU, tiles=FIXED_TILES)))
 
 
+def strided(rows: StandardRows) -> StandardRows:
+    """With the scales of a group side by side, as some all-to-alls deliver them."""
+    assert rows.x_scale is not None
+    return replace(rows, x_scale=rows.x_scale.T.contiguous().T)
+
+
+@pytest.mark.parametrize("gather_first", [False, True], ids=["in place", "gathered"])
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "channels"])
+def test_rows_that_come_in_fp8_give_the_bits_of_rows_that_are_quantised_here(blocks: bool, gather_first: bool) -> None:
+    rows, weights = Case("", R=20, blocks=blocks, bias=True).problem(torch.float16)
+    rows.topk_ids[3, 0], rows.topk_ids[5] = -1, -1
+    experts = TritonExperts(SILU, tiles=replace(FIXED_TILES, gather_first=gather_first))
+    want = run(rows, weights, experts)
+    quantised = fp8_rows(rows)
+    for given in (quantised, strided(quantised)):
+        got = run(given, weights, experts)
+        assert got.dtype == torch.float16
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES[:3] if case.H % 128 == 0] + [
+    Case("one row, channels, several groups", R=1, H=384, blocks=False),
+    Case("one row, blocks, deeper than a step", R=1, H=1280),
+], ids=str)  # fmt: skip
+def test_few_rows_that_come_in_fp8(case: Case) -> None:
+    rows, weights = case.problem(torch.float16)
+    quantised = fp8_rows(rows)
+    meant = replace(rows, x=dequantized_rows(replace(quantised, out_dtype=torch.float64)))
+    naive, truth = (
+        reference(meant, weights, case, dtype, quantise_rows=False) for dtype in (torch.float16, torch.float64)
+    )
+    for given in (quantised, strided(quantised)):
+        assert_as_accurate_as(run(given, weights, TritonExperts(SILU)), naive, truth)
+
+
+def test_no_rows_in_fp8() -> None:
+    rows, weights = Case("", R=1).problem(torch.float16)
+    quantised = fp8_rows(rows)
+    none = replace(quantised, x=quantised.x[:0], topk_ids=rows.topk_ids[:0], topk_weights=rows.topk_weights[:0],
+                   x_scale=torch.empty(0, 2, device=DEVICE))  # fmt: skip
+    out = run(none, weights, TritonExperts(SILU))
+    assert out.shape == (0, 256)
+    assert out.dtype == torch.float16
+
+
+def test_scratch_memory_for_rows_in_fp8_is_no_larger() -> None:
+    for R in (1, 64):
+        rows, weights = Case("", R=R, K=4).problem(torch.float16)
+        fp8, plain = (sum(s.nbytes for s in TritonExperts(SILU).workspace(r, weights)) for r in (fp8_rows(rows), rows))
+        assert fp8 <= plain
+
+
+def test_refuses_rows_in_fp8_that_do_not_fit() -> None:
+    rows, weights = Case("", R=4).problem(torch.float16)
+    quantised, experts = fp8_rows(rows), TritonExperts(SILU)
+    plain = replace(weights, w13=weights.w13.half(), w2=weights.w2.half(), w13_scale=None, w2_scale=None)
+    with pytest.raises(UnsupportedError, match="rows in fp8 with unquantised weights in the triton experts"):
+        run(quantised, plain, experts)
+    with pytest.raises(UnsupportedError, match=r"rows in torch\.float8_e4m3fn without x_scale"):
+        run(replace(quantised, x_scale=None), weights, experts)
+    with pytest.raises(UnsupportedError, match=r"rows in torch\.float16 with x_scale"):
+        run(replace(rows, x_scale=quantised.x_scale), weights, experts)
+    with pytest.raises(ShapeError, match=r"x_scale: expected shape \[R=4, 256/128=2\], got \[4, 1\]"):
+        run(replace(quantised, x_scale=torch.ones(4, 1, device=DEVICE)), weights, experts)
+    with pytest.raises(UnsupportedError, match="out_dtype None"):
+        run(replace(quantised, out_dtype=None), weights, experts)
+    with pytest.raises(UnsupportedError, match="fp8 weights with rows in float32"):
+        run(replace(quantised, out_dtype=torch.float32), weights, experts)
+
+
 def test_no_rows() -> None:
     rows, weights = Case("", R=1).problem(torch.float16)
     none = StandardRows(rows.x[:0], rows.topk_ids[:0], rows.topk_weights[:0])
     assert run(none, weights, TritonExperts(SILU)).shape == (0, 256)
 
 
+@pytest.mark.usefixtures("multiplies_each_row_alone")
 @pytest.mark.parametrize(("few", "many"), [(5, 40), (1, 2)], ids=["in batches", "slot by slot"])
 def test_a_row_does_not_depend_on_its_neighbours(few: int, many: int) -> None:
     rows, weights = Case("", R=many, E=16).problem(torch.float16)
@@ -209,6 +283,17 @@ def test_refuses_blocks_that_hold_gates_and_ups() -> None:
     rows, weights = Case("", R=1).problem(torch.float16)
     with pytest.raises(UnsupportedError, match="gates and ups interleaved and a scale per 128 x 128 block"):
         run(rows, weights, TritonExperts(GPT_OSS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "channels"])
+@pytest.mark.parametrize("R", [3, 32, 300, 1600])
+def test_rows_in_fp8_give_the_same_bits_with_every_tile(R: int, blocks: bool) -> None:
+    rows, weights = Case("", R=R, E=16, H=1024, F=256, blocks=blocks).problem(torch.bfloat16)
+    quantised, experts = fp8_rows(rows), TritonExperts(SILU)
+    want = run(rows, weights, experts)
+    assert torch.equal(run(quantised, weights, experts), want)
+    assert torch.equal(run(strided(quantised), weights, experts), want)
 
 
 @pytest.mark.gpu

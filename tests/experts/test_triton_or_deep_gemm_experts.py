@@ -9,6 +9,7 @@ from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertW
 from vllm_moe_modular.modular.prepare_finalize import Rows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.modular.workspace import BufferSpec
+from vllm_moe_modular.testing.fp8_rows import fp8_rows
 
 
 @pytest.mark.parametrize(
@@ -61,4 +62,20 @@ def test_the_one_that_runs_gets_its_own_scratch_memory(R: int, deep: bool) -> No
         weight_and_reduce_by=WeightAndReduceBy.EXPERTS, router_weight_on_input=False,
     )  # fmt: skip
     assert out.shape == (R, 8)
+    assert out.dtype == torch.float32
+    assert (triton.ran, deep_gemm.ran) == (int(not deep), int(deep))
+
+
+@pytest.mark.parametrize(("R", "deep"), [(3, False), (400, True)])
+def test_rows_in_fp8_change_nothing_about_which_one_runs(R: int, deep: bool) -> None:
+    triton, deep_gemm = Named(5), Named(7)
+    experts = TritonOrDeepGemmExperts(triton, deep_gemm)
+    weights = ExpertWeights(w13=torch.randn(2, 2048, 128).bfloat16(), w2=torch.randn(2, 128, 1024).bfloat16())
+    ids = torch.randint(2, (R, 1), dtype=torch.int32)
+    rows = fp8_rows(StandardRows(torch.randn(R, 128).bfloat16(), ids, torch.ones(R, 1)))
+    out = experts.apply(
+        rows, weights, workspace=[torch.empty(s.shape) for s in experts.workspace(rows, weights)],
+        weight_and_reduce_by=WeightAndReduceBy.EXPERTS, router_weight_on_input=False,
+    )  # fmt: skip
+    assert out.dtype == torch.bfloat16
     assert (triton.ran, deep_gemm.ran) == (int(not deep), int(deep))

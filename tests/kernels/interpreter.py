@@ -26,3 +26,22 @@ def rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a module that imports it: conversions as a GPU does them, and as torch does."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr("triton.runtime.interpreter._convert_float", _convert_float)
+
+
+@pytest.fixture
+def multiplies_each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the interpreter runs: BLAS adds a row up in another order depending on where in the tile it lies."""
+    if DEVICE.type != "cpu":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot = InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        rows = [
+            dot(builder, TensorHandle(a.data[[r]], a.dtype), b, TensorHandle(d.data[[r]], d.dtype), *options).data
+            for r in range(len(a.data))
+        ]
+        return TensorHandle(np.concatenate(rows), d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

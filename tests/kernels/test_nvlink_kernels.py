@@ -35,9 +35,13 @@ class Tokens:
     weights: torch.Tensor
 
 
-def make_ranks(W: int, capacity: int, dtype: torch.dtype) -> list[NvlinkSlot]:
+def make_ranks(
+    W: int, capacity: int, dtype: torch.dtype, *, hidden: int = H, fp8_rows: bool = False
+) -> list[NvlinkSlot]:
     """One slot per rank, its peers the buffers of the others."""
-    shape = NvlinkShape(ranks=W, capacity_tokens=capacity, top_k=K, hidden=H, dtype=dtype)
+    shape = NvlinkShape(
+        ranks=W, capacity_tokens=capacity, top_k=K, hidden=hidden, dtype=dtype, fp8_rows=fp8_rows
+    )  # fmt: skip
     # In one allocation, so that the distances are multiples of the unit.
     buffers = torch.zeros(W, shape.slot_bytes, dtype=torch.uint8, device=DEVICE)
     slots = []
@@ -51,7 +55,9 @@ def make_ranks(W: int, capacity: int, dtype: torch.dtype) -> list[NvlinkSlot]:
             failure=torch.zeros(1, dtype=torch.int32, device=DEVICE),
             host_failure=torch.zeros(1, dtype=torch.int64, device=DEVICE),
         )
-        slot.rows.fill_(float("nan"))
+        slot.rows.view(torch.uint8).fill_(0xFF)  # NaN, of whatever dtype
+        if slot.row_scales is not None:
+            slot.row_scales.fill_(float("nan"))
         slot.partials.fill_(float("nan"))
         slot.row_ids.fill_(2**30)
         slot.row_weights.fill_(float("nan"))
@@ -59,12 +65,12 @@ def make_ranks(W: int, capacity: int, dtype: torch.dtype) -> list[NvlinkSlot]:
     return slots
 
 
-def random_tokens(T: int, dtype: torch.dtype, seed: int) -> Tokens:
+def random_tokens(T: int, dtype: torch.dtype, seed: int, *, hidden: int = H) -> Tokens:
     g = torch.Generator().manual_seed(seed)
     ids = torch.rand(T, G, generator=g).topk(K).indices.int()
     ids[torch.rand(T, K, generator=g) < 0.2] = -1
     return Tokens(
-        randn(T, H, dtype=dtype, seed=seed), ids.to(DEVICE), torch.rand(T, K, generator=g).to(DEVICE)
+        randn(T, hidden, dtype=dtype, seed=seed), ids.to(DEVICE), torch.rand(T, K, generator=g).to(DEVICE)
     )  # fmt: skip
 
 
@@ -119,8 +125,8 @@ def check_combined(
     tokens: list[Tokens], outs: list[torch.Tensor], placement: ExpertPlacement, dtype: torch.dtype
 ) -> None:
     for sent, out in zip(tokens, outs, strict=True):
-        truth = torch.zeros(len(sent.x), H, dtype=torch.float64, device=DEVICE)
-        naive = torch.zeros(len(sent.x), H, dtype=dtype, device=DEVICE)
+        truth = torch.zeros(sent.x.shape, dtype=torch.float64, device=DEVICE)
+        naive = torch.zeros(sent.x.shape, dtype=dtype, device=DEVICE)
         for t in range(len(sent.x)):
             for w in sorted({placement.rank_of[g] for g in sent.ids[t].tolist() if 0 <= g < G}):
                 share = sent.x[t] * (w + 1.5)

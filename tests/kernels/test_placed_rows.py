@@ -16,7 +16,7 @@ from vllm_moe_modular.kernels.weighted_topk_sum import weighted_topk_sum
 from vllm_moe_modular.reference.activate_rows import activate_rows as activate_reference
 from vllm_moe_modular.reference.gated_activation import gated_activation
 from vllm_moe_modular.reference.place_rows import place_rows
-from vllm_moe_modular.reference.quantize_groups import dequantize_groups, quantize_groups
+from vllm_moe_modular.reference.quantize_fp8 import dequantize_fp8, quantize_fp8
 from vllm_moe_modular.reference.scatter_rows import scatter_rows as scatter_reference
 from vllm_moe_modular.reference.weighted_topk_sum import weighted_topk_sum as sum_reference
 from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
@@ -67,8 +67,23 @@ def test_scatter_quantizes_to_the_bit(R: int, K: int, E: int, columns: int) -> N
     x[0], x[2, :128] = float("nan"), 0.0
     out, scales = poisoned_float8(P, columns), poisoned(columns // 128, P, dtype=torch.float32)
     scatter_quantize_rows(x, positions, out_PH=out, scales_GP=scales)
-    q, scale = quantize_groups(x)
+    q, scale = quantize_fp8(x)
     assert torch.equal(out.float()[taken], scatter_reference(q.float(), positions, P)[taken])
+    assert torch.equal(scales.T[taken], scatter_reference(scale, positions, P)[taken])
+    assert scales.T[~taken].isnan().all()
+    assert out.float()[~taken].isnan().all()
+
+
+@pytest.mark.parametrize("side_by_side", [False, True], ids=["scales in rows", "scales of a group side by side"])
+@SHAPES
+def test_scatter_copies_rows_in_fp8(R: int, K: int, E: int, columns: int, side_by_side: bool) -> None:
+    positions, taken, P = some_positions(R, K, E)
+    q, scale = quantize_fp8(randn(R, columns, dtype=torch.bfloat16))
+    given = scale.T.contiguous().T if side_by_side else scale
+    out, scales = poisoned_float8(P, columns), poisoned(columns // 128, P, dtype=torch.float32)
+    scatter_quantize_rows(q, positions, out_PH=out, scales_GP=scales, x_scale_RG=given)
+    bits = q.view(torch.uint8)
+    assert torch.equal(out.view(torch.uint8)[taken], scatter_reference(bits, positions, P)[taken])
     assert torch.equal(scales.T[taken], scatter_reference(scale, positions, P)[taken])
     assert scales.T[~taken].isnan().all()
     assert out.float()[~taken].isnan().all()
@@ -114,8 +129,8 @@ def test_activation_quantized(R: int, K: int, E: int, columns: int, activation: 
         )[taken]
         for d in (torch.float32, torch.float64)
     )  # fmt: skip
-    got = dequantize_groups(out.float()[taken], scales.T[taken])
-    assert_as_accurate_as(got, dequantize_groups(*quantize_groups(naive)), truth)
+    got = dequantize_fp8(out.float()[taken], scales.T[taken])
+    assert_as_accurate_as(got, dequantize_fp8(*quantize_fp8(naive)), truth)
     assert scales.T[~taken].isnan().all()
     assert out.float()[~taken].isnan().all()
 

@@ -1,7 +1,7 @@
 """The composer, with parts of its own that show who did what."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from vllm_moe_modular.modular.kernel import ModularKernel, pair_objections
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import Dispatched, PrepareAndFinalize, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import TopKWeightAndReduce, TorchTopKWeightAndReduce, WeightAndReduceBy
-from vllm_moe_modular.modular.workspace import Workspace
+from vllm_moe_modular.modular.workspace import BufferSpec, Workspace
 from vllm_moe_modular.prepare_finalize.local import LocalPrepareAndFinalize
 from vllm_moe_modular.testing.layers import SILU, Case, make_batch, make_weights, right_answer
 
@@ -102,6 +102,29 @@ def test_pair_that_cannot_work_is_refused_with_every_reason() -> None:
     with pytest.raises(IncompatiblePartsError, match=r"batched format.*standard format; .*finalize.*to experts"):
         ModularKernel(Batched(Counting()), OnlyExperts(activation=SILU), allocate=Workspace(CPU))
     assert len(pair_objections(Batched, OnlyExperts)) == 2
+
+
+def test_scratch_memory_is_reserved_for_rows_as_they_are_and_in_fp8() -> None:
+    class Asking(TorchExperts):
+        seen: ClassVar[list[StandardRows]] = []
+
+        def workspace(self, rows, weights):  # type: ignore[no-untyped-def]  # noqa: ARG002
+            self.seen.append(rows)
+            return [BufferSpec((500 if rows.x_scale is not None else 100 * len(rows.x),), torch.uint8)]
+
+    case = replace(CASE, H=256)
+    kernel = ModularKernel(local(), Asking(activation=SILU), allocate=Workspace(CPU))
+    weights = make_weights(case, torch.bfloat16)
+    of = {"top_k": 3, "dtype": torch.bfloat16}
+    assert kernel.workspace_bytes(weights, max_tokens_per_rank=1, **of) == 256
+    assert all(rows.x_scale is None for rows in Asking.seen)
+    assert kernel.workspace_bytes(weights, max_tokens_per_rank=1, **of, fp8_rows=True) == 512
+    assert kernel.workspace_bytes(weights, max_tokens_per_rank=9, **of, fp8_rows=True) == 1024
+    for rows in Asking.seen:
+        assert rows.dtype == torch.bfloat16
+        if rows.x_scale is not None:
+            assert rows.x.dtype == torch.float8_e4m3fn
+            assert rows.x_scale.shape == (len(rows.x), 2)
 
 
 def test_work_meanwhile_runs_exactly_once() -> None:

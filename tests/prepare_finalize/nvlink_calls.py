@@ -17,6 +17,7 @@ from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import StandardRows
 from vllm_moe_modular.modular.rank_group import RankGroup
 from vllm_moe_modular.prepare_finalize.nvlink import NvlinkPrepareAndFinalize, NvlinkTicket, buffers_for
+from vllm_moe_modular.reference.quantize_fp8 import dequantize_fp8, quantize_fp8
 from vllm_moe_modular.testing.ranks import Here
 
 TIMEOUT_S = 20.0
@@ -24,13 +25,14 @@ TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class Layer:
-    """Of which model; capacity is what the buffers are reserved for."""
+    """Of which model; capacity is what the buffers are reserved for; fp8: rows are sent in it."""
 
     hidden: int = 7168
     experts: int = 256
     top_k: int = 8
     capacity: int = 4096
     dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
 
 
 @dataclass
@@ -59,9 +61,10 @@ class Bench:
             capacity_tokens=layer.capacity,
             activation=None,
             low_latency_tokens=256,
+            fp8_rows=layer.fp8,
         )
         self.part = NvlinkPrepareAndFinalize.build(context)
-        shape = NvlinkShape(here.size, layer.capacity, layer.top_k, layer.hidden, layer.dtype)
+        shape = NvlinkShape(here.size, layer.capacity, layer.top_k, layer.hidden, layer.dtype, layer.fp8)
         self.buffers = buffers_for(here.group, shape, here.device)
         self.rank_of = torch.tensor([*self.placement.rank_of, -1], device=here.device)
         self.local_of = torch.tensor([*self.placement.local_id_of, -1], device=here.device)
@@ -85,10 +88,18 @@ class Bench:
         assert isinstance(done.rows, StandardRows)
         return done.rows, done.ticket
 
+    def as_sent(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The values, and the scales; of rows that are sent as they are a column of ones."""
+        return quantize_fp8(x) if self.layer.fp8 else (x, x.new_ones(len(x), 1, dtype=torch.float32))
+
+    def meant(self, values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """What rows stand for, in the layer's dtype."""
+        return dequantize_fp8(values, scales).to(self.layer.dtype) if self.layer.fp8 and scales is not None else values
+
     def experts(self, rows: StandardRows) -> torch.Tensor:
         """Any function of row and rank will do; NaN where there is no expert."""
         here = rows.topk_ids.amax(1, keepdim=True) >= 0
-        return torch.where(here, rows.x * (self.here.rank + 1.5), float("nan"))
+        return torch.where(here, self.meant(rows.x, rows.x_scale) * (self.here.rank + 1.5), float("nan"))
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.where((ids >= 0) & (ids < self.layer.experts), ids.long(), self.layer.experts)
@@ -104,16 +115,24 @@ class Bench:
             differ = rows.topk_weights[w * N : w * N + T] != sent.weights
             wrong += (differ & (local >= 0)).sum()
             goes = (local >= 0).any(1, keepdim=True)
-            wrong += ((rows.x[w * N : w * N + T] != sent.x) & goes).sum()
+            values, scales = self.as_sent(sent.x)
+            wrong += ((bits(rows.x[w * N : w * N + T]) != bits(values)) & goes).sum()
+            if rows.x_scale is not None:
+                wrong += ((rows.x_scale[w * N : w * N + T] != scales) & goes).sum()
         return wrong
 
     def right_out(self, mine: Tokens) -> torch.Tensor:
         ranks = self.rank_of[self._known(mine.ids)]
         out = torch.zeros(mine.x.shape, device=self.here.device)
         for w in range(self.here.size):
-            share = (mine.x * (w + 1.5)).float()
+            share = (self.meant(*self.as_sent(mine.x)) * (w + 1.5)).float()
             out += torch.where((ranks == w).any(1, keepdim=True), share, 0.0)
         return out.to(self.layer.dtype)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """As numbers of as many bytes, so that there are no two zeros."""
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.itemsize])
 
 
 def there_and_back(here: Here, layer: Layer, counts: list[int], N: int, ids: str) -> None:
@@ -140,7 +159,7 @@ def replay_graphs(here: Here, layer: Layer, sizes: list[int]) -> None:
 
         def step(static: Tokens = static, out: torch.Tensor = out, T: int = T) -> torch.Tensor:
             rows, ticket = bench.prepare(static, T)
-            x = rows.x.clone()
+            x = bench.meant(rows.x, rows.x_scale).clone()
             bench.part.finalize(bench.experts(rows), ticket, out_TH=out)
             return x
 
@@ -160,7 +179,8 @@ def replay_graphs(here: Here, layer: Layer, sizes: list[int]) -> None:
             assert torch.equal(out, bench.right_out(tokens[here.rank])), f"T = {T}, replay {replay}"
             for w, sent in enumerate(tokens):
                 goes = (bench.rank_of[sent.ids.long()] == here.rank).any(1)
-                assert torch.equal(x[w * T : w * T + T][goes], sent.x[goes]), f"T = {T}, replay {replay}"
+                want = bench.meant(*bench.as_sent(sent.x))
+                assert torch.equal(x[w * T : w * T + T][goes], want[goes]), f"T = {T}, replay {replay}"
 
 
 def two_in_flight(here: Here, layer: Layer, streams: int) -> None:
@@ -229,7 +249,9 @@ def stress(here: Here, layer: Layer, seed: int, seconds: float) -> int:
             rows, ticket = bench.prepare(mine, N)
             wrong += bench.wrong_rows(rows, tokens, N)
             y = bench.experts(rows)
-            rows.x.fill_(float("nan"))
+            rows.x.view(torch.uint8).fill_(0xFF)  # NaN, of whatever dtype
+            if rows.x_scale is not None:
+                rows.x_scale.fill_(float("nan"))
             rows.topk_weights.fill_(float("nan"))
             if own.random() < 0.2:
                 torch.cuda._sleep(own.randint(0, 400_000))

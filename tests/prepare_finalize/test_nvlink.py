@@ -1,6 +1,8 @@
 """`nvlink` over one rank, which has nobody to wait for: the part around the kernels, without a GPU."""
 
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
@@ -9,28 +11,38 @@ if not torch.cuda.is_available():
 
 import pytest
 
+from tests.kernels.common import random_fp8_weights
 from vllm_moe_modular.errors import CapacityError, MoEModularError, RankLostError, ShapeError, UnsupportedError
+from vllm_moe_modular.experts.triton_experts import TritonExperts
 from vllm_moe_modular.kernels.nvlink_memory import Failure, NvlinkShape, make_slot, unpack_failure
+from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
+from vllm_moe_modular.modular.fp8 import dequantized_rows
+from vllm_moe_modular.modular.kernel import ModularKernel
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import Dispatched, StandardRows
+from vllm_moe_modular.modular.workspace import Workspace
 from vllm_moe_modular.prepare_finalize.nvlink import NvlinkBuffers, NvlinkPrepareAndFinalize, NvlinkTicket
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = NvlinkShape(ranks=1, capacity_tokens=4, top_k=2, hidden=16, dtype=torch.float32)
 
 
-@pytest.fixture
-def buffers() -> NvlinkBuffers:
+def buffers_of(shape: NvlinkShape) -> NvlinkBuffers:
     failure = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     host_failure = torch.zeros(1, dtype=torch.int64, pin_memory=DEVICE.type == "cuda")
     peers = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    memory = torch.zeros(2, SHAPE.slot_bytes, dtype=torch.uint8, device=DEVICE)
+    memory = torch.zeros(2, shape.slot_bytes, dtype=torch.uint8, device=DEVICE)
     return NvlinkBuffers(
         [
-            make_slot(SHAPE, part, rank=0, peers=peers, failure=failure, host_failure=host_failure)
+            make_slot(shape, part, rank=0, peers=peers, failure=failure, host_failure=host_failure)
             for part in memory.unbind()
         ]
     )  # fmt: skip
+
+
+@pytest.fixture
+def buffers() -> NvlinkBuffers:
+    return buffers_of(SHAPE)
 
 
 @pytest.fixture
@@ -61,6 +73,52 @@ def test_rows_come_back(part: NvlinkPrepareAndFinalize) -> None:
     assert isinstance(done.rows, StandardRows)
     assert done.rows.topk_ids.tolist() == [[0, 2]] * 3 + [[-1, -1]]
     assert torch.equal(finalized(part, done, 3), x * 2)
+
+
+def test_rows_in_fp8_have_scales_and_come_back_in_the_dtype_of_the_tokens() -> None:
+    buffers = buffers_of(replace(SHAPE, hidden=256, fp8_rows=True))
+    part = NvlinkPrepareAndFinalize(buffers=buffers, placement=ExpertPlacement.linear(3, 1), timeout_s=1.0)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    done = prepare(part, x)
+    assert isinstance(done.rows, StandardRows)
+    assert done.rows.x.dtype == torch.float8_e4m3fn
+    assert done.rows.x_scale is not None
+    assert done.rows.x_scale.shape == (4, 2)
+    y = dequantized_rows(done.rows.for_experts(ids_dtype=None, dtype=torch.float32))
+    assert (y[:3] - x).abs().max() < x.abs().max() / 16
+    out = torch.empty(3, 256, device=DEVICE)
+    part.finalize(y, done.ticket, out_TH=out)
+    assert torch.equal(out, y[:3])
+
+
+def test_rows_in_fp8_of_a_hidden_size_that_128_does_not_divide_are_refused() -> None:
+    shape = replace(SHAPE, hidden=200, fp8_rows=True)
+    with pytest.raises(UnsupportedError, match=r"rows in fp8 of hidden size 200 .* takes multiples of 128"):
+        NvlinkBuffers.reserve(SimpleNamespace(rank=lambda: 0), shape, DEVICE)  # type: ignore[arg-type]
+
+
+def test_quantising_before_the_dispatch_gives_the_bits_of_quantising_after_it() -> None:
+    T, K, E, H, F = 6, 2, 3, 256, 128
+    x = torch.randn(T, H, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
+    ids = torch.tensor([[0, 2], [1, -1], [2, 1], [-1, -1], [0, 1], [2, 0]], dtype=torch.int32, device=DEVICE)
+    router = torch.rand(T, K, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    w13, w13_scale = random_fp8_weights(E, 2 * F, H, blocks=True, seed=2)
+    w2, w2_scale = random_fp8_weights(E, H, F, blocks=True, seed=3)
+    weights = ExpertWeights(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+    outs = []
+    for fp8_rows in (False, True):
+        shape = NvlinkShape(1, 8, K, H, torch.float16, fp8_rows=fp8_rows)
+        part = NvlinkPrepareAndFinalize(
+            buffers=buffers_of(shape), placement=ExpertPlacement.linear(E, 1), timeout_s=1.0
+        )  # fmt: skip
+        workspace = Workspace(DEVICE)
+        kernel = ModularKernel(part, TritonExperts(Activation(kind=ActivationKind.SILU)), allocate=workspace)
+        bound = {"max_tokens_per_rank": 8, "top_k": K, "dtype": torch.float16}
+        workspace.reserve(kernel.workspace_bytes(weights, **bound, fp8_rows=fp8_rows))
+        workspace.lock()
+        outs.append(kernel.apply(x, ids, router, weights, max_tokens_per_rank=8))
+    assert outs[1].dtype == torch.float16
+    assert torch.equal(*outs)
 
 
 def test_two_calls_in_flight_do_not_mix_and_a_third_is_refused(part: NvlinkPrepareAndFinalize) -> None:

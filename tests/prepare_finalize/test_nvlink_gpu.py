@@ -56,13 +56,35 @@ def test_other_layers(ranks: Ranks, layer: Layer) -> None:
     ranks.run(nvlink_calls.there_and_back, layer, [700, 513], 700, "holes", timeout_s=TIMEOUT_S)
 
 
-def test_graphs_of_every_size_replay_in_turn(ranks: Ranks) -> None:
-    ranks.run(nvlink_calls.replay_graphs, Layer(), [1, 8, 64, 128, 4096], timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("layer", "counts", "N"),
+    [
+        pytest.param(Layer(fp8=True), [1, 1], 1, id="one token each"),
+        pytest.param(Layer(fp8=True), [128, 100], 128, id="as many tokens as programs"),
+        pytest.param(Layer(fp8=True), [4096, 4096], 4096, id="a full step"),
+        pytest.param(Layer(hidden=2048, experts=128, fp8=True), [1000, 37], 1003, id="narrow rows, ragged"),
+        pytest.param(Layer(hidden=2944, experts=33, fp8=True), [700, 0], 700, id="23 groups, a rank without tokens"),
+        pytest.param(Layer(hidden=1024, dtype=torch.float16, fp8=True), [300, 200], 300, id="float16"),
+    ],
+)
+def test_rows_in_fp8_are_bitwise_what_quantising_first_gives(
+    ranks: Ranks, layer: Layer, counts: list[int], N: int
+) -> None:
+    ranks.run(nvlink_calls.there_and_back, layer, counts, N, "holes", timeout_s=TIMEOUT_S)
 
 
+both = pytest.mark.parametrize("fp8", [False, True], ids=["as they are", "fp8"])
+
+
+@both
+def test_graphs_of_every_size_replay_in_turn(ranks: Ranks, fp8: bool) -> None:
+    ranks.run(nvlink_calls.replay_graphs, Layer(fp8=fp8), [1, 8, 64, 128, 4096], timeout_s=TIMEOUT_S)
+
+
+@both
 @pytest.mark.parametrize("streams", [1, 2], ids=["one stream", "a stream each"])
-def test_two_calls_in_flight(ranks: Ranks, streams: int) -> None:
-    ranks.run(nvlink_calls.two_in_flight, Layer(), streams, timeout_s=TIMEOUT_S)
+def test_two_calls_in_flight(ranks: Ranks, streams: int, fp8: bool) -> None:
+    ranks.run(nvlink_calls.two_in_flight, Layer(fp8=fp8), streams, timeout_s=TIMEOUT_S)
 
 
 def test_a_third_call_in_flight_is_refused(ranks: Ranks) -> None:
@@ -70,9 +92,11 @@ def test_a_third_call_in_flight_is_refused(ranks: Ranks) -> None:
     assert all("2 calls are in flight already" in s for s in said)
 
 
-def test_random_steps(ranks: Ranks) -> None:
+@both
+def test_random_steps(ranks: Ranks, fp8: bool) -> None:
     seed = random.randrange(10**9)
-    steps = ranks.run(nvlink_calls.stress, Layer(hidden=2048, experts=64), seed, 20.0, timeout_s=TIMEOUT_S)
+    layer = Layer(hidden=2048, experts=64, fp8=fp8)
+    steps = ranks.run(nvlink_calls.stress, layer, seed, 20.0, timeout_s=TIMEOUT_S)
     print(f"seed {seed}: {steps[0]} steps")
 
 

@@ -13,13 +13,17 @@ import pytest
 import torch
 
 from vllm_moe_modular.errors import CapacityError, NoUsablePartError, SettingsError
+from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
+from vllm_moe_modular.modular.placement import ExpertPlacement
+from vllm_moe_modular.prepare_finalize.local import LocalPrepareAndFinalize
+from vllm_moe_modular.selection.builtin import builtin_registry
 from vllm_moe_modular.selection.problem import Device, Problem
-from vllm_moe_modular.selection.registry import Part
+from vllm_moe_modular.selection.registry import Part, PartKind, Registry
 from vllm_moe_modular.settings import Settings
 from vllm_moe_modular.vllm_adapter import adapter, runtime
 from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks
-from vllm_moe_modular.vllm_adapter.method import ModularForward
+from vllm_moe_modular.vllm_adapter.method import ModularForward, maybe_make_fused_moe_modular_method
 
 NAMED = Settings(enabled=True, all2all="local", experts="torch")
 SINGLE = Problem(num_experts=4, num_local_experts=4, top_k=2, hidden=8, intermediate=6, dtype="float32")
@@ -169,6 +173,41 @@ def test_a_capacity_below_the_schedulers_limit_stops_the_start_with_flag_and_val
     with pytest.raises(CapacityError, match=r"a takes 512 .* is 2048; pass --max-num-batched-tokens 512"):
         Adapter(NAMED).load_model(lambda worker: None, worker)  # noqa: ARG005
     assert not layer.is_swapped
+
+
+class LocalThatKeepsItsContext(LocalPrepareAndFinalize):
+    context: BuildContext
+
+    @classmethod
+    def build(cls, context: BuildContext) -> "LocalThatKeepsItsContext":
+        part = cls(placement=context.placement, rank=context.rank, device=context.device)
+        part.context = context
+        return part
+
+
+def test_an_all_to_all_hears_of_experts_that_take_rows_in_fp8_and_is_not_shared_with_others() -> None:
+    registry = Registry()
+    for part in builtin_registry().of(PartKind.PREPARE_FINALIZE):
+        registry.add(replace(part, target=f"{__name__}:LocalThatKeepsItsContext") if part.name == "local" else part)
+    for part in builtin_registry().of(PartKind.EXPERTS):
+        registry.add(replace(part, fp8_rows=("fp8 128x128",)) if part.name == "torch" else part)
+    running = runtime.Runtime(NAMED, registry=registry)
+    one_rank = ExpertPlacement.linear(4, 1)
+    shapes = [
+        ("fp8 128x128", 256, True), ("fp8 128x128", 200, False), ("fp8", 256, False), ("none", 256, False),
+        ("fp8 128x128", 256, True),
+    ]  # fmt: skip
+    parts = []
+    for scheme, hidden, in_fp8 in shapes:
+        layer = Layer("layer", replace(SINGLE, quant_scheme=scheme, hidden=hidden, dtype="bfloat16"))
+        plan = running.plan(layer.name, layer.problem)
+        of = SimpleNamespace(runtime=running, tokens_bound=lambda: None, make_method=lambda layer, forward: forward)  # noqa: ARG005
+        forward = maybe_make_fused_moe_modular_method(layer, plan, one_rank, of)  # type: ignore[arg-type]
+        assert forward is not None
+        parts.append(forward.kernel.prepare_finalize)
+        assert parts[-1].context.fp8_rows is in_fp8
+    assert parts[0] is parts[-1]
+    assert parts[0] is not parts[3], "hidden sizes are equal, what is sent is not"
 
 
 def test_settings_of_one_engine_do_not_reach_the_next() -> None:

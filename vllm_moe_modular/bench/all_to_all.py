@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from vllm_moe_modular.bench.all_to_all_peers import PEERS, Case, Peer, draw
+from vllm_moe_modular.bench.all_to_all_peers import FP8_PEERS, PEERS, Case, Peer, draw
 from vllm_moe_modular.bench.timing import machine, require_cuda, time_in_graph
 from vllm_moe_modular.errors import MoEModularError
 from vllm_moe_modular.testing.ranks import Here, Ranks
@@ -26,6 +26,8 @@ CALLS_PER_GRAPH = 12
 INPUTS = 3
 
 TIMEOUT_S = 120.0
+
+ALL_PEERS = (*PEERS, *FP8_PEERS)
 
 
 def measure(here: Here, peer: Peer, case: Case, capacity: int) -> dict[str, object]:
@@ -43,7 +45,7 @@ def measure(here: Here, peer: Peer, case: Case, capacity: int) -> dict[str, obje
 
 def measure_all(here: Here, cases: Sequence[Case], capacity: int, names: Sequence[str]) -> list[dict[str, object]]:
     """Every peer on every case; runs on each rank."""
-    return [measure(here, peer, case, capacity) for case in cases for peer in PEERS if peer.name in names]
+    return [measure(here, peer, case, capacity) for case in cases for peer in ALL_PEERS if peer.name in names]
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:
@@ -64,9 +66,9 @@ def table(rows: Sequence[dict[str, object]]) -> str:
 def run(options: argparse.Namespace) -> int:
     """Measures, appends to --out, prints the table."""
     require_cuda("bench all-to-all")
-    names = options.peers or [peer.name for peer in PEERS]
-    if unknown := set(names) - {peer.name for peer in PEERS}:
-        raise MoEModularError(f"--peers {', '.join(unknown)}: known: {', '.join(peer.name for peer in PEERS)}")
+    names = options.peers or [peer.name for peer in (ALL_PEERS if options.fp8 else PEERS)]
+    if unknown := set(names) - {peer.name for peer in ALL_PEERS}:
+        raise MoEModularError(f"--peers {', '.join(unknown)}: known: {', '.join(peer.name for peer in ALL_PEERS)}")
     if torch.cuda.device_count() < options.ranks:
         raise MoEModularError(f"--ranks is {options.ranks}, and torch sees {torch.cuda.device_count()} CUDA GPUs")
     rows: list[dict[str, object]] = []

@@ -4,16 +4,19 @@ Letters: T tokens per rank, K top-k, H hidden, G experts, W ranks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from vllm_moe_modular.kernels.nvlink_memory import NvlinkShape
+from vllm_moe_modular.modular.fp8 import dequantized_rows
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import StandardRows
 from vllm_moe_modular.prepare_finalize.nvlink import NvlinkPrepareAndFinalize, buffers_for
+from vllm_moe_modular.reference.quantize_fp8 import dequantize_fp8, quantize_fp8
 from vllm_moe_modular.testing.ranks import Here
 
 
@@ -76,21 +79,41 @@ def from_all_ranks(tokens: Tokens, case: Case, here: Here) -> torch.Tensor:  # n
     return tokens.x * here.size
 
 
-def _nvlink(here: Here, case: Case, capacity: int) -> RoundTrip:
-    shape = NvlinkShape(here.size, capacity, case.K, case.H, torch.bfloat16)
+def as_sent_in_fp8(tokens: Tokens, case: Case, here: Here) -> torch.Tensor:
+    """`from_ranks_with_experts` of what the tokens are after quantising."""
+    meant = dequantize_fp8(*quantize_fp8(tokens.x)).bfloat16()
+    return from_ranks_with_experts(replace(tokens, x=meant), case, here)
+
+
+def _nvlink(
+    here: Here, case: Case, capacity: int, *, fp8: bool = False, dispatch_alone: bool = False
+) -> RoundTrip:  # fmt: skip
+    """In a graph, which is what is timed, rows in fp8 are not turned back: that is the experts' work; nor need there be
+    a combine, for a dispatch waits for the peers' dispatch only. What is compared is whole.
+    """
+    shape = NvlinkShape(here.size, capacity, case.K, case.H, torch.bfloat16, fp8_rows=fp8)
     part = NvlinkPrepareAndFinalize(
         buffers=buffers_for(here.group, shape, here.device),
         placement=ExpertPlacement.linear(case.G, here.size),
         timeout_s=20.0,
     )
 
+    buffers = buffers_for(here.group, shape, here.device)
+    y = torch.empty(here.size * case.T, case.H, dtype=torch.bfloat16, device=here.device)
+
     def round_trip(tokens: Tokens) -> torch.Tensor:
         done = part.prepare(
             tokens.x, tokens.ids, tokens.weights, max_tokens_per_rank=case.T, router_weight_on_input=False
         )
         assert isinstance(done.rows, StandardRows)
+        timed = torch.cuda.is_current_stream_capturing()
+        if timed and dispatch_alone:
+            buffers.give_back(done.ticket.slot)
+            return tokens.x
+        if fp8 and not timed:
+            y.copy_(dequantized_rows(done.rows.for_experts(ids_dtype=None, dtype=y.dtype)))
         out = torch.empty_like(tokens.x)
-        part.finalize(done.rows.x, done.ticket, out_TH=out)
+        part.finalize(y if fp8 else done.rows.x, done.ticket, out_TH=out)
         return out
 
     return round_trip
@@ -130,6 +153,13 @@ def _link_floor(here: Here, case: Case, capacity: int) -> RoundTrip:
 
     return round_trip
 
+
+FP8_PEERS = (
+    Peer("nvlink, rows in fp8", partial(_nvlink, fp8=True), as_sent_in_fp8),
+    Peer("nvlink dispatch alone", partial(_nvlink, dispatch_alone=True), from_ranks_with_experts),
+    Peer("nvlink dispatch alone, fp8", partial(_nvlink, fp8=True, dispatch_alone=True), as_sent_in_fp8),
+)
+"""With `--fp8`: what quantising on the way out saves."""
 
 PEERS = (
     Peer("nvlink", _nvlink, from_ranks_with_experts),

@@ -19,8 +19,9 @@ from vllm_moe_modular.bench.problems import activation_of, random_steps, random_
 from vllm_moe_modular.bench.shapes import Shape, steps_to_rotate
 from vllm_moe_modular.bench.timing import captured, time_in_turns
 from vllm_moe_modular.errors import MoEModularError, UnsupportedError
-from vllm_moe_modular.experts.deep_gemm_experts import MULTIPLE, DeepGemmExperts
+from vllm_moe_modular.experts.deep_gemm_experts import DeepGemmExperts
 from vllm_moe_modular.experts.deep_gemm_library import load_deep_gemm
+from vllm_moe_modular.experts.deep_gemm_requirements import MULTIPLE
 from vllm_moe_modular.experts.triton_experts import TritonExperts
 from vllm_moe_modular.kernels.gemm_tiles import GemmTiles
 from vllm_moe_modular.kernels.launch import shared_memory_bytes

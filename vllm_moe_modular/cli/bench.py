@@ -60,3 +60,4 @@ def _add_all_to_all(parser: argparse.ArgumentParser) -> None:
         help=f"tokens per rank (default {' '.join(map(str, tokens))})",
     )  # fmt: skip
     parser.add_argument("--peers", nargs="+", metavar="NAME", help="what runs (default everything)")
+    parser.add_argument("--fp8", action="store_true", help="nvlink with rows in fp8 too, and either dispatch alone")

@@ -3,6 +3,8 @@
     bf16: place_rows (two), scatter_rows, GEMM, activate_rows, GEMM, weighted_topk_sum
     fp8:  the same, rows and activations quantised on the way: scatter_quantize_rows, activate_quantize_rows
 
+Rows that come in fp8 are not quantised again: scatter_quantize_rows copies them.
+
 The rows lie expert after expert in P rows, a number that the host can know; every expert begins at a block of the GEMM.
 What lies between is skipped where it fills a block, and computed from garbage and never read where it does not.
 
@@ -13,31 +15,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
-from vllm_moe_modular.errors import UnsupportedError
-from vllm_moe_modular.experts.deep_gemm_library import DeepGemm, expected_rows, load_deep_gemm
+from vllm_moe_modular.experts.deep_gemm_library import DeepGemm, compile_up_to, expected_rows, load_deep_gemm
+from vllm_moe_modular.experts.deep_gemm_requirements import require_deep_gemm
 from vllm_moe_modular.experts.gated import gated
 from vllm_moe_modular.experts.requirements import require_shapes, require_weighting_by_experts, standard
 from vllm_moe_modular.kernels.activate_quantize_rows import activate_quantize_rows
 from vllm_moe_modular.kernels.activate_rows import activate_rows
 from vllm_moe_modular.kernels.launch import has_dependent_launch
 from vllm_moe_modular.kernels.place_rows import max_placed_rows, place_rows, scratch_ints
-from vllm_moe_modular.kernels.quantize_groups import GROUP
+from vllm_moe_modular.kernels.quantize_fp8 import GROUP
 from vllm_moe_modular.kernels.scatter_quantize_rows import scatter_quantize_rows
 from vllm_moe_modular.kernels.scatter_rows import scatter_rows
 from vllm_moe_modular.kernels.weighted_topk_sum import weighted_topk_sum
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ExpertWeights, PermuteExpertsUnpermute
+from vllm_moe_modular.modular.fp8 import require_row_scales
 from vllm_moe_modular.modular.prepare_finalize import Rows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.modular.workspace import BufferSpec
 
-MULTIPLE = {torch.bfloat16: 64, torch.float8_e4m3fn: GROUP}
-"""Of the hidden and the intermediate size, by the weights' dtype: a block of the contraction is 128 bytes."""
+_WHERE = "the deep_gemm experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +143,17 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
         """See `PermuteExpertsUnpermute.apply`; weights and sums over top-k itself.
 
         Raises:
-            UnsupportedError: the weighted sum was left to finalize; rows that are not bfloat16; weights that DeepGEMM
-                does not take: a dtype, a size, strides, biases, scales per channel.
-            ShapeError: the weights are not of the rows' hidden size, or not of each other's.
+            UnsupportedError: the weighted sum was left to finalize; activations that are not bfloat16; rows in fp8 with
+                weights that are not; weights that DeepGEMM does not take: a dtype, a size, strides, biases, scales per
+                channel.
+            ShapeError: the weights are not of the rows' hidden size, or not of each other's; scales do not fit the
+                rows.
         """
         rows = standard(rows, experts="deep_gemm")
         require_weighting_by_experts(weight_and_reduce_by, experts="deep_gemm")
         _require_fitting(rows, weights)
         if rows.x.shape[0] == 0:
-            return rows.x.new_empty((0, weights.w2.shape[1]))
+            return rows.x.new_empty((0, weights.w2.shape[1]), dtype=rows.dtype)
         return self._run(rows, weights, workspace, router_weight_on_input, out_RH)
 
     def _run(
@@ -169,7 +173,15 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
         down = partial(
             gemm, b.activated, weights.w2, out_PN=b.y, scales=_pair(b.activated_scales, weights.w2_scale)
         )  # fmt: skip
-        self._compile(sizes, up, down)
+
+        def run_empty(no_rows: torch.Tensor, expected_rows: int) -> None:
+            for run in (up, down):
+                run(ends=no_rows, expected_rows=expected_rows)
+
+        compile_up_to(
+            self._compiled, (sizes.E, sizes.H, sizes.F, sizes.dtype), num_experts=sizes.E,
+            expected_rows=sizes.expected_rows, device=rows.x.device, run=run_empty,
+        )  # fmt: skip
         pdl = has_dependent_launch(rows.x.device)
         ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
         on_input, on_output = (topk_weights, None) if weight_on_input else (None, topk_weights)
@@ -178,7 +190,9 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
         if b.x_scales is None:
             scatter_rows(rows.x, placed.positions, out_PH=b.x, pdl=pdl)
         else:
-            scatter_quantize_rows(rows.x, placed.positions, out_PH=b.x, scales_GP=b.x_scales, pdl=pdl)
+            scatter_quantize_rows(
+                rows.x, placed.positions, out_PH=b.x, scales_GP=b.x_scales, x_scale_RG=rows.x_scale, pdl=pdl
+            )  # fmt: skip
         up(ends=placed.ends, expected_rows=sizes.expected_rows)
         if b.activated_scales is None:
             activate_rows(
@@ -197,20 +211,6 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
         )  # fmt: skip
         return out_RH
 
-    def _compile(self, sizes: _Sizes, *gemms: Any) -> None:
-        """Make DeepGEMM compile what this call or one with fewer rows needs, unless that was done."""
-        shape = (sizes.E, sizes.H, sizes.F, sizes.dtype)
-        device = gemms[0].args[0].device
-        rows = self._compiled.get(shape, 0)
-        if rows >= sizes.expected_rows or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return
-        no_rows = torch.zeros(sizes.E, dtype=torch.int32, device=device)
-        while rows < sizes.expected_rows:
-            rows = max(1, 2 * rows)
-            for gemm in gemms:
-                gemm(ends=no_rows, expected_rows=rows)
-        self._compiled[shape] = rows
-
 
 def _part(buffer: torch.Tensor, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The first bytes of a buffer as a tensor."""
@@ -228,38 +228,6 @@ def _sizes(rows: StandardRows, weights: ExpertWeights, alignment: int) -> _Sizes
 
 
 def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:
-    _, H, F = weights.w2.shape
     require_shapes(rows.x, weights)
-    if rows.x.dtype != torch.bfloat16:
-        raise _unsupported(f"rows in {rows.x.dtype}", "serve with --dtype bfloat16")
-    for name, w in (("w13", weights.w13), ("w2", weights.w2)):
-        if w.dtype not in MULTIPLE or w.dtype != weights.w2.dtype:
-            raise _unsupported(f"{name} in {w.dtype}", "use the triton or the torch experts")
-        if not w.is_contiguous():
-            raise _unsupported(f"{name} with strides {w.stride()}", "use the torch experts")
-    for name, size in (("hidden", H), ("intermediate", F)):
-        if size % MULTIPLE[weights.w2.dtype]:
-            raise _unsupported(
-                f"{name} size {size} with {weights.w2.dtype}",
-                f"it takes multiples of {MULTIPLE[weights.w2.dtype]}; use the triton or the torch experts",
-            )
-    if weights.w13_bias is not None or weights.w2_bias is not None:
-        raise _unsupported("a bias", "use the triton experts")
-    if weights.w2.dtype != torch.bfloat16:
-        _require_block_scales("w13", weights.w13, weights.w13_scale)
-        _require_block_scales("w2", weights.w2, weights.w2_scale)
-
-
-def _require_block_scales(name: str, w: torch.Tensor, scale: torch.Tensor | None) -> None:
-    E, N, K = w.shape
-    blocks = (E, -(-N // GROUP), K // GROUP)
-    if scale is None or scale.shape != blocks or scale.dtype != torch.float32 or not scale.is_contiguous():
-        got = "none" if scale is None else f"{scale.dtype} {list(scale.shape)}"
-        raise _unsupported(
-            f"{name} in {w.dtype} with scales {got}",
-            f"it takes contiguous float32 {list(blocks)}, one for 128 x 128; use the triton or the torch experts",
-        )
-
-
-def _unsupported(what: str, instead: str) -> UnsupportedError:
-    return UnsupportedError(f"{what} in the deep_gemm experts", instead=instead)
+    require_row_scales(rows, _WHERE)
+    require_deep_gemm(rows, weights, _WHERE)

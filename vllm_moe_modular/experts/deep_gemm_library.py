@@ -1,14 +1,15 @@
-"""DeepGEMM, found by name: its grouped GEMMs over rows that lie expert after expert.
+"""DeepGEMM, found by name: its grouped GEMMs, over rows that lie expert after expert or in a block for each expert.
 
 Found at run time and not imported above, because vLLM only carries it: nothing of vLLM itself is used, and neither
 library is imported before a layer runs on it.
 
-Letters: P rows of the layout, K contraction, N columns, E experts.
+Letters: P rows of the layout, D rows of a block, K contraction, N columns, E experts.
 """
 
 import os
 import re
 import shutil
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,9 @@ MODULES = ("vllm.third_party.deep_gemm", "deep_gemm")
 
 OLDEST = (2, 5)
 """On Hopper older ones multiply every row of the layout; from here on a GEMM stops at each expert's last block."""
+
+MASKED_ROWS = 128
+"""The most rows of a tile of the masked GEMM; tiles of 64 divide it too."""
 
 _INSTEAD = "install the one that vLLM carries or choose other experts"
 
@@ -90,6 +94,66 @@ class DeepGemm:
                 (a_PK, a_scales_GP.T), (b_ENK, b_scales), out_PN, ends,
                 use_psum_layout=True, expected_m_for_psum_layout=expected_rows,
             )  # fmt: skip
+
+    def masked_grouped_gemm(
+        self,
+        a_EDK: torch.Tensor,
+        b_ENK: torch.Tensor,
+        *,
+        counts: torch.Tensor,
+        expected_rows: int,
+        out_EDN: torch.Tensor,
+        scales: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """out[e, d] = b[e] @ a[e, d] for each d below counts[e], and up to the end of the tile that it lies in.
+
+        Tiles have `MASKED_ROWS` rows at most. Which kernel is compiled depends on the shape of b, on `expected_rows`
+        and on nothing else.
+
+        Args:
+            a_EDK: float8_e4m3fn, contiguous; D a multiple of `MASKED_ROWS`, else a tile reaches into the next block.
+            b_ENK: float8_e4m3fn, contiguous.
+            counts: [E] int32, on the device.
+            expected_rows: of an expert, about.
+            out_EDN: bfloat16, contiguous.
+            scales: of a, [E, D, K / 128], for which `masked_scales` says how they lie; of b, [E, N / 128 rounded up,
+                K / 128] contiguous; float32.
+        """
+        self._module.m_grouped_fp8_gemm_nt_masked(
+            (a_EDK, scales[0]), (b_ENK, scales[1]), out_EDN, counts, expected_rows
+        )  # fmt: skip
+
+
+def masked_scales(memory: torch.Tensor, E: int, D: int, G: int) -> torch.Tensor:
+    """[E, D, G] in the first E * G * D elements, those of a group side by side: as the copy engine reads them."""
+    return memory[: E * G * D].view(E, G, D).transpose(1, 2)
+
+
+def compile_up_to(
+    compiled: dict[tuple[object, ...], int],
+    shape: tuple[object, ...],
+    *,
+    num_experts: int,
+    expected_rows: int,
+    device: torch.device,
+    run: Callable[[torch.Tensor, int], None],
+) -> None:
+    """Make DeepGEMM compile what a call with that many rows of an expert, or one with fewer, needs.
+
+    Nothing is done where it was done before, nor while a graph is captured.
+
+    Args:
+        compiled: by shape of the weights, up to how many rows; brought up to date.
+        run: the GEMMs, given that no expert has rows, [E] of zeros, and how many to expect.
+    """
+    rows = compiled.get(shape, 0)
+    if rows >= expected_rows or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    no_rows = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    while rows < expected_rows:
+        rows = max(1, 2 * rows)
+        run(no_rows, rows)
+    compiled[shape] = rows
 
 
 @cache

@@ -1,6 +1,7 @@
 """Experts of the standard format in plain torch, one expert after the other.
 
-Weights in fp8 are turned into the dtype of the rows one expert at a time; nothing else is quantised.
+Weights in fp8 are turned into the dtype of the activations one expert at a time, rows in fp8 all at once; nothing is
+quantised.
 
 Letters: R rows, K top-k, S = R * K slots, H hidden, F expert intermediate, E local experts, N rows of one expert.
 """
@@ -16,7 +17,7 @@ from vllm_moe_modular.errors import ShapeError
 from vllm_moe_modular.experts.requirements import standard
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights, PermuteExpertsUnpermute
-from vllm_moe_modular.modular.fp8 import dequantized, require_scales
+from vllm_moe_modular.modular.fp8 import dequantized, dequantized_rows, require_row_scales, require_scales
 from vllm_moe_modular.modular.prepare_finalize import Rows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 
@@ -55,21 +56,23 @@ class TorchExperts(PermuteExpertsUnpermute):
         uninitialised behind an id of -1; no weight is applied, to the input neither.
 
         Raises:
-            ShapeError: the rows are not of the weights' hidden size; scales do not fit the weights.
-            UnsupportedError: the rows are batched; weights in float8_e4m3fn have no scales, or others have.
+            ShapeError: the rows are not of the weights' hidden size; scales do not fit the weights or the rows.
+            UnsupportedError: the rows are batched; weights or rows in float8_e4m3fn have no scales, or others have.
         """
         rows = standard(rows, experts="torch")
         (R, H), K, E = rows.x.shape, rows.topk_ids.shape[1], weights.w13.shape[0]
         if weights.w13.shape[2] != H:
             raise ShapeError("x", want=("R", "H"), values={"R": R, "H": weights.w13.shape[2]}, got=rows.x.shape)
         require_scales(weights, "the torch experts")
+        require_row_scales(rows, "the torch experts")
+        x_RH, dtype = dequantized_rows(rows), rows.dtype
         by_experts = weight_and_reduce_by is WeightAndReduceBy.EXPERTS
-        accumulate = torch.float64 if rows.x.dtype == torch.float64 else torch.float32
-        out = rows.x.new_zeros((R, H), dtype=accumulate) if by_experts else rows.x.new_empty((R * K, H))
+        accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+        out = x_RH.new_zeros((R, H), dtype=accumulate) if by_experts else x_RH.new_empty((R * K, H))
         topk_weights_S1 = rows.topk_weights.reshape(-1, 1)
         for expert, slots_N in _slots_of_experts(rows.topk_ids, E):
             rows_N = slots_N // K
-            x_NH = rows.x[rows_N]
+            x_NH = x_RH[rows_N]
             if by_experts and router_weight_on_input:
                 x_NH = (x_NH * topk_weights_S1[slots_N]).to(x_NH.dtype)
             y_NH = self._expert(x_NH, weights, expert)
@@ -80,7 +83,7 @@ class TorchExperts(PermuteExpertsUnpermute):
             if not router_weight_on_input:
                 y_NH *= topk_weights_S1[slots_N]
             out.index_add_(0, rows_N, y_NH)
-        return out.to(rows.x.dtype) if by_experts else out.view(R, K, H)
+        return out.to(dtype) if by_experts else out.view(R, K, H)
 
     def _expert(self, x_NH: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
         bias13, bias2 = weights.w13_bias, weights.w2_bias

@@ -5,7 +5,7 @@
     few rows: small_batch_gated, small_batch_down
 
 With weights in fp8 a batch's rows and activated rows are quantised too, per row and 128 columns; a few rows stay as
-they are, for their time is that of reading the weights.
+they are, for their time is that of reading the weights. Rows that come in fp8 are not quantised again.
 
 Letters: R rows, K top-k, S = R * K slots, H hidden, F expert intermediate, E local experts.
 """
@@ -17,10 +17,14 @@ import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import UnsupportedError
-from vllm_moe_modular.experts.gated import gated
-from vllm_moe_modular.experts.requirements import require_shapes, require_weighting_by_experts, standard
+from vllm_moe_modular.experts.gated import gated, require_whole_blocks
+from vllm_moe_modular.experts.requirements import (
+    require_fp8_together,
+    require_shapes,
+    require_weighting_by_experts,
+    standard,
+)
 from vllm_moe_modular.kernels.align_rows import align_rows, scratch_ints
-from vllm_moe_modular.kernels.gated_activation import GatedActivation
 from vllm_moe_modular.kernels.gather_rows import gather_rows
 from vllm_moe_modular.kernels.gemm_tiles import GemmTiles, choose_tiles
 from vllm_moe_modular.kernels.grouped_gemm_down import grouped_gemm_down
@@ -35,7 +39,7 @@ from vllm_moe_modular.kernels.tuned_tables import NO_TABLE, TunedCell, TunedTabl
 from vllm_moe_modular.kernels.weighted_topk_sum import weighted_topk_sum
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ExpertWeights, PermuteExpertsUnpermute
-from vllm_moe_modular.modular.fp8 import BLOCK, require_scales
+from vllm_moe_modular.modular.fp8 import require_row_scales, require_scales
 from vllm_moe_modular.modular.prepare_finalize import Rows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.modular.workspace import BufferSpec
@@ -89,15 +93,15 @@ class TritonExperts(PermuteExpertsUnpermute):
         R, K = rows.topk_ids.shape
         E, H, F = weights.w2.shape
         if self._is_small_batch(rows, weights):
-            return (BufferSpec((R * K, F), rows.x.dtype), BufferSpec((R, H), rows.x.dtype))
+            return (BufferSpec((R * K, F), rows.dtype), BufferSpec((R, H), rows.dtype))
         activated, expert_rows = R * K * F, R * K * H
         if weights.w13_scale is not None:
-            itemsize = rows.x.element_size()
+            itemsize = rows.dtype.itemsize
             activated = -(-Fp8Rows.nbytes(R * K, F) // itemsize)
             expert_rows = max(expert_rows, -(-Fp8Rows.nbytes(R * K, H) // itemsize))
         return (
-            BufferSpec((max(activated, R * H),), rows.x.dtype),
-            BufferSpec((expert_rows,), rows.x.dtype),
+            BufferSpec((max(activated, R * H),), rows.dtype),
+            BufferSpec((expert_rows,), rows.dtype),
             BufferSpec((scratch_ints(R * K, E, self._tiles_for(rows, weights).block_rows),), torch.int32),
         )
 
@@ -115,17 +119,19 @@ class TritonExperts(PermuteExpertsUnpermute):
 
         Raises:
             UnsupportedError: the weighted sum was left to finalize; the weights are not contiguous, or neither of the
-                rows' dtype nor float8_e4m3fn with scales; blocks with scales hold gates and ups.
-            ShapeError: the weights are not of the rows' hidden size, or not of each other's; scales do not fit them.
+                activations' dtype nor float8_e4m3fn with scales; blocks with scales hold gates and ups; rows in fp8
+                with weights that are not.
+            ShapeError: the weights are not of the rows' hidden size, or not of each other's; scales do not fit them or
+                the rows.
         """
         rows = standard(rows, experts="triton")
         require_weighting_by_experts(weight_and_reduce_by, experts="triton")
         R, H = rows.topk_ids.shape[0], weights.w2.shape[1]
         _require_fitting(rows, weights)
         if weights.w13_scale is not None and weights.w13_scale.dim() == 3:
-            _require_whole_blocks(weights, self._activation)
+            require_whole_blocks(weights, self._activation, "the triton experts")
         if R == 0:
-            return rows.x.new_empty((0, H))
+            return rows.x.new_empty((0, H), dtype=rows.dtype)
         batch = self._batch if weights.w13_scale is None else self._batch_fp8
         run = self._small_batch if self._is_small_batch(rows, weights) else batch
         return run(rows, weights, workspace, router_weight_on_input, out_RH)
@@ -144,7 +150,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
         small_batch_gated(
             rows.x, weights.w13, ids, out_SF=activated_SF, activation=self._activation,
-            scale=weights.w13_scale, bias=weights.w13_bias,
+            x_scale_RG=rows.x_scale, scale=weights.w13_scale, bias=weights.w13_bias,
             topk_weights_RK=topk_weights if weight_on_input else None, pdl=pdl,
         )  # fmt: skip
         small_batch_down(
@@ -212,9 +218,14 @@ class TritonExperts(PermuteExpertsUnpermute):
         aligned = align_rows(ids, E, tiles.block_rows, scratch=ints, pdl=pdl)
         x = Fp8Rows.within(y_pool, R * K, H)  # used up when the down GEMM writes its rows there
         gather = tiles.gather_first and takes_descriptor(x.values)
-        if not gather:
-            x = Fp8Rows.within(y_pool, R, H)
-        quantize_fp8(rows.x, out=x, rows=aligned if gather else None, top_k=K, pdl=pdl)
+        if rows.x_scale is None:
+            x = x if gather else Fp8Rows.within(y_pool, R, H)
+            quantize_fp8(rows.x, out=x, rows=aligned if gather else None, top_k=K, pdl=pdl)
+        elif gather:
+            gather_rows(rows.x, aligned, top_k=K, out_SH=x.values, pdl=pdl)
+            gather_rows(rows.x_scale.contiguous(), aligned, top_k=K, out_SH=x.scales, pdl=pdl)
+        else:
+            x = Fp8Rows(rows.x, rows.x_scale)
         grouped_gemm_gated_fp8(
             x, weights.w13, weights.w13_scale, aligned, out=activated, top_k=K, activation=self._activation,
             bias=weights.w13_bias, topk_weights_RK=topk_weights if weight_on_input else None,
@@ -259,33 +270,15 @@ class TritonExperts(PermuteExpertsUnpermute):
 def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:
     require_shapes(rows.x, weights)
     require_scales(weights, "the triton experts")
-    if weights.w13_scale is not None and rows.x.dtype == torch.float32:
-        raise UnsupportedError(
-            "fp8 weights with rows in float32 in the triton experts",
-            instead="serve with --dtype bfloat16, or use the torch experts",
-        )
+    require_row_scales(rows, "the triton experts")
+    require_fp8_together(rows, weights, "the triton experts")
     for name, w in (("w13", weights.w13), ("w2", weights.w2)):
-        if w.dtype not in (rows.x.dtype, torch.float8_e4m3fn):
+        if w.dtype not in (rows.dtype, torch.float8_e4m3fn):
             raise UnsupportedError(
-                f"{name} in {w.dtype} with rows in {rows.x.dtype} in the triton experts",
+                f"{name} in {w.dtype} with rows in {rows.dtype} in the triton experts",
                 instead="serve with --dtype set to that of the checkpoint, or use the torch experts",
             )
         if not w.is_contiguous():
             raise UnsupportedError(
                 f"{name} with strides {w.stride()} in the triton experts", instead="use the torch experts"
             )
-
-
-def _require_whole_blocks(weights: ExpertWeights, activation: GatedActivation) -> None:
-    """A block of 128 x 128 with one scale must not hold both gates and ups."""
-    F = weights.w2.shape[2]
-    if activation.interleaved:
-        raise UnsupportedError(
-            "w13 with gates and ups interleaved and a scale per 128 x 128 block in the triton experts",
-            instead="use the torch experts",
-        )
-    if F % BLOCK:
-        raise UnsupportedError(
-            f"an intermediate size of {F} with a scale per 128 x 128 block in the triton experts",
-            instead="use a multiple of 128 on each rank (a smaller tensor-parallel size), or the torch experts",
-        )

@@ -1,12 +1,12 @@
 """`activate_rows` with the result quantised before it is written.
 
-    out[p, :], scales[:, p] = quantize_groups(activation(w * gate_up[p, :]))      for each slot that has a position p
+    out[p, :], scales[:, p] = quantize_fp8(activation(w * gate_up[p, :]))      for each slot that has a position p
 
 The scales lie with the rows side by side, as the copy engine of a GEMM reads them: a row of `scales` per group.
 
 Shapes: R rows, K top-k, S = R * K slots, F expert intermediate, P rows of the layout.
 Cost:   memory bound; S * 2F * 2 bytes read, S * F + S * F / 32 written.
-Reference: vllm_moe_modular.reference.quantize_groups over vllm_moe_modular.reference.activate_rows.
+Reference: vllm_moe_modular.reference.quantize_fp8 over vllm_moe_modular.reference.activate_rows.
 """
 
 import math
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from vllm_moe_modular.kernels.gated_activation import GatedActivation, gated_activation
-from vllm_moe_modular.kernels.quantize_groups import GROUP, quantize_groups
+from vllm_moe_modular.kernels.quantize_fp8 import GROUP, quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _activate_quantize_rows_kernel(
         gate *= weight
         up *= weight
     y = gated_activation(gate, up, limit, alpha, beta, NAME=NAME, HAS_LIMIT=HAS_LIMIT)
-    q, scale = quantize_groups(y)
+    q, scale = quantized(y)
     tl.store(out_ptr + p[:, None] * F + f, q, mask=here[:, None])
     tl.store(scales_ptr + g.to(tl.int64) * P + p, scale, mask=here)
 

@@ -2,7 +2,8 @@
 
     out[p, :] = x[sorted_slots[p] // K, :]      for each position p that is in a block
 
-Pays where the GEMM is long enough: the copy costs S * H * 2 elements moved, and spares every tile the gather.
+Of any dtype: of rows in fp8 it copies the values, then the scales. Pays where the GEMM is long enough: the copy costs
+S * H * 2 elements moved, and spares every tile the gather.
 
 Shapes: R rows, K top-k, S = R * K slots, H hidden.
 Cost:   memory bound; S * H written, S * H read, of which all but R * H from L2.

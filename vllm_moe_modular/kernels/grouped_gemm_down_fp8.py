@@ -44,7 +44,7 @@ def _grouped_gemm_down_fp8_kernel(
     w_ptr,  # [E, H, F] fp8, or the tensor descriptor of [E * H, F]
     w_scale_ptr,  # [E, G, J], or [E, H]
     bias_ptr,  # [E, H] or None
-    sorted_ptr,  # [S]
+    sorted_ptr,  # [S], or None: positions are slots
     blocks_ptr,  # [B, 4]
     totals_ptr,  # [2] blocks, positions
     H,
@@ -116,7 +116,10 @@ def _grouped_gemm_down_fp8_kernel(
                     w_right = tl.load(w_ptrs + BLOCK * F + f0, mask=in_right, other=0.0)
                 y_right = add_scaled_product(y_right, x, w_right, scale_right, SECOND)
 
-        y_row = tl.load(sorted_ptr + start + r, mask=in_r, other=0).to(tl.int64)
+        if sorted_ptr is None:  # noqa: SIM108 - only one side may be compiled
+            y_row = row
+        else:
+            y_row = tl.load(sorted_ptr + start + r, mask=in_r, other=0).to(tl.int64)
         _store(y, y_ptr, w_scale_ptr, bias_ptr, e, h, H, y_row, in_r, BLOCK_SCALED, SECOND)
         if TWICE:
             _store(y_right, y_ptr, w_scale_ptr, bias_ptr, e, h + BLOCK, H, y_row, in_r, BLOCK_SCALED, SECOND)

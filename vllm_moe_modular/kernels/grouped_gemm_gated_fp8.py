@@ -1,6 +1,6 @@
 """`grouped_gemm_gated` with fp8 rows and weights; the activated rows leave it as fp8 rows too.
 
-    row = sorted_slots[p] // K
+    row = sorted_slots[p] // K, or p where there are none
     [gate | up][p, :] = x[row, :] @ w13[e].T (* weight[slot]) + w13_bias[e]      e = the expert of p's block
     y[p, f] = activation(gate[p, f], up[p, f]), quantised like `quantize_fp8`
 
@@ -32,17 +32,20 @@ def _grouped_gemm_gated_fp8_kernel(
     y_ptr,  # [S, F] fp8
     y_scale_ptr,  # [S, J]
     x_ptr,  # [R, H] fp8, or the tensor descriptor of gathered rows [S, H]
-    x_scale_ptr,  # [R, G], or of gathered rows [S, G]
+    x_scale_ptr,  # [R, G], or of gathered rows [S, G], or [E, C, G]
     w_ptr,  # [E, 2F, H] fp8, or the tensor descriptor of [E * 2F, H]; interleaved of [E * F, 2H]
     w_scale_ptr,  # [E, 2J, G], or [E, 2F]
     bias_ptr,  # [E, 2F] or None
     topk_weights_ptr,  # [S] or None
-    sorted_ptr,  # [S]
+    sorted_ptr,  # [S], or None: positions are rows
     blocks_ptr,  # [B, 4]
     totals_ptr,  # [2] blocks, positions
     limit,
     alpha,
     beta,
+    stride_x_scale_e,  # beyond that of its rows
+    stride_x_scale_r,
+    stride_x_scale_g,
     H,
     F,
     K: tl.constexpr,
@@ -79,15 +82,16 @@ def _grouped_gemm_gated_fp8_kernel(
         gate_at, up_at = (2 * f, 2 * f + 1) if INTERLEAVED else (f, F + f)
         # int64 before any multiply: slots x hidden and experts x columns x hidden pass 2**31.
         first_column = e.to(tl.int64) * 2 * F
-        if X_IS_DESCRIPTOR:
+        if X_IS_DESCRIPTOR or sorted_ptr is None:
             row = (start + r).to(tl.int64)
         else:
             row = (tl.load(sorted_ptr + start + r, mask=in_r, other=0) // K).to(tl.int64)
+        if not X_IS_DESCRIPTOR:
             x_ptrs = x_ptr + row[:, None] * H + h[None, :]
         if not W_IS_DESCRIPTOR:
             gate_ptrs = w_ptr + (first_column + gate_at)[:, None] * H + h[None, :]
             up_ptrs = w_ptr + (first_column + up_at)[:, None] * H + h[None, :]
-        x_scale_ptrs = x_scale_ptr + row * steps
+        x_scale_ptrs = x_scale_ptr + e.to(tl.int64) * stride_x_scale_e + row * stride_x_scale_r
         if BLOCK_SCALED:
             gate_scale_ptr = w_scale_ptr + (e * 2 * tiles_f + tile_f).to(tl.int64) * steps
             up_scale_ptr = gate_scale_ptr + tiles_f * steps
@@ -96,7 +100,7 @@ def _grouped_gemm_gated_fp8_kernel(
         up = scaled_accumulator(BLOCK_R, BLOCK, SECOND)
         for step in tl.range(0, steps, num_stages=NUM_STAGES):
             # The scales first: they arrive while the step waits for its operands.
-            gate_scale = tl.load(x_scale_ptrs + step, mask=in_r, other=0.0)
+            gate_scale = tl.load(x_scale_ptrs + step * stride_x_scale_g, mask=in_r, other=0.0)
             up_scale = gate_scale
             if BLOCK_SCALED:
                 up_scale *= tl.load(up_scale_ptr + step)
@@ -159,7 +163,8 @@ def grouped_gemm_gated_fp8(
     """Write one row of `out` per position of `rows.sorted_slots`; positions in no block are left alone.
 
     Args:
-        x: [R, H]; or, `gathered`, [S, H] in the order of `rows.sorted_slots`.
+        x: [R, H]; or, `gathered`, [S, H] in the order of `rows.sorted_slots`; the scales may have any strides, and of
+            the batched format three dimensions, [E, C, G] for rows [E * C, H].
         w13: [E, 2F, H] float8_e4m3fn, contiguous.
         w13_scale: [E, 2F/128, H/128 rounded up], where F is a multiple of 128 and gates and ups are packed; or [E, 2F].
         out: [S, F].
@@ -180,11 +185,14 @@ def grouped_gemm_gated_fp8(
         w = TensorDescriptor.from_tensor(w13.view(E * F, 2 * H), [GROUP, GROUP])
     elif by_descriptor:
         w = TensorDescriptor.from_tensor(w13.view(E * two_f, H), [GROUP, GROUP])
+    stride_e, stride_r, stride_g = (0, *x.scales.stride()) if x.scales.dim() == 2 else x.scales.stride()
+    if x.scales.dim() == 3:  # rows are counted on from expert to expert
+        stride_e -= x.scales.shape[1] * stride_r
     grid = grid_of(rows, triton.cdiv(F, GROUP), tile, w13.device)
     _grouped_gemm_gated_fp8_kernel[grid](
         out.values, out.scales, x_values, x.scales, w, w13_scale, bias, topk_weights_RK,
         rows.sorted_slots, rows.blocks, rows.totals,
-        activation.limit or 0.0, activation.alpha, activation.beta, H, F,
+        activation.limit or 0.0, activation.alpha, activation.beta, stride_e, stride_r, stride_g, H, F,
         K=top_k, ACTIVATION=activation.name, HAS_LIMIT=activation.limit is not None,
         INTERLEAVED=activation.interleaved, BLOCK_SCALED=w13_scale.dim() == 3, X_IS_DESCRIPTOR=gathered,
         W_IS_DESCRIPTOR=by_descriptor, BLOCK_R=block_rows, BLOCK=GROUP, GROUP_R=tile.group_rows,

@@ -52,6 +52,11 @@ def grid_of(rows: AlignedRows, tiles_across: int, tile: GemmTile, device: torch.
     return (min(most, tile.programs_per_sm * _multiprocessors(device)),)
 
 
+def grid_over(most_tiles: int, device: torch.device, *, programs_per_sm: int) -> tuple[int]:
+    """For programs that go through tiles whose number the device knows: as many as run at a time or may be needed."""
+    return (max(1, min(most_tiles, programs_per_sm * _multiprocessors(device))),)
+
+
 @triton.jit
 def tile_in_group(tile, num_blocks, tiles_across, GROUP_R: tl.constexpr):
     """The block of rows and the column of a tile: GROUP_R blocks side by side over all columns share weights in L2."""

@@ -6,22 +6,25 @@ On rank v, for every rank w and token t of w:
     row_weights[w * N + t, k] = topk_weights_w[t, k]       where row_ids >= 0
     rows[w * N + t, :]        = x_w[t, :]                  where some row_ids[w * N + t, :] >= 0
 
+or, with the rows in fp8, rows[w * N + t, :], row_scales[w * N + t, :] = quantize_fp8(x_w[t, :]): quantised once, by the
+program that reads the token, for all ranks that it goes to.
+
 What is not here is not written and keeps what an earlier step left. A token's row is its number, so nothing is counted,
 sorted or compacted, the result does not depend on timing, and the host knows the number of rows: R = W * N.
 
 Program p of a rank takes tiles of its tokens, reads a tile once and stores it to all that need it, the own rank among
 them; then it sets flag [rank, p] on every peer and waits for flag [w, p] of every peer w.
 
-Order: rows, ids and weights -> `signal` (release, system) by program p -> `await_signal` (acquire, system) by program p
-of the peer -> end of the kernel, which all p reach -> the experts. No program waits before it has sent, so that ranks
-need not start together, nor all programs of a rank at once; the waiting ones take half of the device's threads at most,
-which leaves the kernels of another call in flight room to send. Where the device can, programs are launched while the
-kernel before is still ending, and begin when it has ended: nothing happens above `gdc_wait`.
+Order: rows, scales, ids and weights -> `signal` (release, system) by program p -> `await_signal` (acquire, system) by
+program p of the peer -> end of the kernel, which all p reach -> the experts. No program waits before it has sent, so
+that ranks need not start together, nor all programs of a rank at once; the waiting ones take half of the device's
+threads at most, which leaves the kernels of another call in flight room to send. Where the device can, programs are
+launched while the kernel before is still ending, and begin when it has ended: nothing happens above `gdc_wait`.
 Why the peers' buffers may be overwritten: `nvlink_memory`.
 
 Shapes: T tokens of this rank, N tokens of the fullest rank, W ranks, K top-k, H hidden, G global experts, P programs.
-Cost:   per link and direction at most N * (H * itemsize + 8 * K) bytes, nearly all of it rows; memory: T * H read,
-        R * H written.
+Cost:   per link and direction at most N * (H * itemsize + 8 * K) bytes, nearly all of it rows (in fp8 an itemsize of
+        1 + 4 / 128); memory: T * H read, R * H written.
 """
 
 from dataclasses import dataclass
@@ -33,6 +36,7 @@ import triton.language as tl
 from vllm_moe_modular.kernels.launch import has_dependent_launch
 from vllm_moe_modular.kernels.nvlink_memory import MAX_PROGRAMS, PEER_UNIT_BYTES, NvlinkSlot
 from vllm_moe_modular.kernels.nvlink_signal import DISPATCH, await_signal, set_counter, signal
+from vllm_moe_modular.kernels.quantize_fp8 import GROUP, quantized
 
 HOME_SHIFT = 16
 """In a table of homes: expert g is number `home & 0xFFFF` on rank `home >> HOME_SHIFT`."""
@@ -46,7 +50,11 @@ class Tile:
 
 
 def choose_tile(rows_per_rank: int, row_bytes: int) -> Tile:
-    """Pure and CPU-testable; the same on every rank, because programs wait for their like."""
+    """Pure and CPU-testable; the same on every rank, because programs wait for their like.
+
+    Args:
+        row_bytes: as read, before they are quantised.
+    """
     programs = min(MAX_PROGRAMS, rows_per_rank)
     num_warps = max(1, min(16, triton.next_power_of_2(row_bytes) // 512))
     tile_rows = 1
@@ -59,6 +67,7 @@ def choose_tile(rows_per_rank: int, row_bytes: int) -> Tile:
 @triton.jit(do_not_specialize=["T", "N", "timeout_ns"])
 def _nvlink_dispatch_kernel(
     rows_ptr,  # [W * N, H]
+    row_scales_ptr,  # [W * N, H / GROUP], or None: rows are sent as they are
     row_ids_ptr,  # [W * N, K] int32
     row_weights_ptr,  # [W * N, K] float32
     flags_ptr,  # [W, P] int32
@@ -86,6 +95,7 @@ def _nvlink_dispatch_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr,
     WAIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -95,11 +105,18 @@ def _nvlink_dispatch_kernel(
     call = tl.load(calls_ptr + p) + 1
     k = tl.arange(0, BLOCK_K)
     h = tl.arange(0, BLOCK_H)
+    g = tl.arange(0, BLOCK_H // GROUP)
     for start in range(p * TILE_ROWS, N, tl.num_programs(0) * TILE_ROWS):
         t = start + tl.arange(0, TILE_ROWS)
         in_TK = (t < T)[:, None] & (k < K)[None, :]
         at_TK = t[:, None] * K + k[None, :]
-        x = tl.load(x_ptr + t.to(tl.int64)[:, None] * H + h[None, :], mask=(t < T)[:, None] & (h < H)[None, :])
+        in_TH = (t < T)[:, None] & (h < H)[None, :]
+        x = tl.load(x_ptr + t.to(tl.int64)[:, None] * H + h[None, :], mask=in_TH, other=0.0)
+        if row_scales_ptr is not None:
+            groups = x.to(tl.float32).reshape(TILE_ROWS * (BLOCK_H // GROUP), GROUP)
+            values, scales = quantized(groups)
+            x = values.reshape(TILE_ROWS, BLOCK_H)
+            scales = scales.reshape(TILE_ROWS, BLOCK_H // GROUP)
         ids = tl.load(ids_ptr + at_TK, mask=in_TK, other=-1)
         weights = tl.load(weights_ptr + at_TK, mask=in_TK, other=0.0)
         home = tl.load(home_ptr + ids, mask=(ids >= 0) & (ids < G), other=-1)
@@ -118,6 +135,9 @@ def _nvlink_dispatch_kernel(
             tl.store(row_weights_ptr + to_TK, weights, mask=here)
             to_TH = peer * UNIT + row.to(tl.int64)[:, None] * H + h[None, :]
             tl.store(rows_ptr + to_TH, x, mask=(goes > 0)[:, None] & (h < H)[None, :])
+            if row_scales_ptr is not None:
+                to_TG = peer * 4 + row[:, None] * (H // GROUP) + g[None, :]
+                tl.store(row_scales_ptr + to_TG, scales, mask=(goes > 0)[:, None] & (g < H // GROUP)[None, :])
         tl.store(ranks_of_token_ptr + t, ranks, mask=t < T)
     set_counter(calls_ptr + p, call)
     for d in tl.static_range(1, W):
@@ -152,10 +172,12 @@ def nvlink_dispatch(
     tile = choose_tile(rows_per_rank, H * x_TH.element_size())
     pdl = has_dependent_launch(x_TH.device)
     _nvlink_dispatch_kernel[(tile.programs,)](
-        slot.rows, slot.row_ids, slot.row_weights, slot.flags[0], x_TH, topk_ids_TK, topk_weights_TK, home_G,
+        slot.rows, slot.row_scales, slot.row_ids, slot.row_weights, slot.flags[0],
+        x_TH, topk_ids_TK, topk_weights_TK, home_G,
         slot.ranks_of_token, slot.peers, slot.counters[0], slot.failure, slot.host_failure,
         T, rows_per_rank, home_G.shape[0], timeout_ns,
-        RANK=slot.rank, W=slot.shape.ranks, K=K, H=H, P=MAX_PROGRAMS, UNIT=PEER_UNIT_BYTES // x_TH.element_size(),
+        RANK=slot.rank, W=slot.shape.ranks, K=K, H=H, P=MAX_PROGRAMS, UNIT=PEER_UNIT_BYTES // slot.rows.element_size(),
         HOME_SHIFT=HOME_SHIFT, PHASE=DISPATCH, TILE_ROWS=tile.tile_rows, BLOCK_K=triton.next_power_of_2(K),
-        BLOCK_H=triton.next_power_of_2(H), WAIT=wait, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+        BLOCK_H=triton.next_power_of_2(H), GROUP=1 if slot.row_scales is None else GROUP, WAIT=wait, PDL=pdl,
+        num_warps=tile.num_warps, launch_pdl=pdl,
     )  # fmt: skip

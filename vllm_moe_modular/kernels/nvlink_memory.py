@@ -7,6 +7,7 @@ Letters: W ranks, C the most tokens that a rank brings to one step, N <= C the m
 K top-k, H hidden, P programs that a kernel may have.
 
     rows         [W * C, H]        dispatched rows; a step uses [W * N, H], token t of rank w in row w * N + t
+    row_scales   [W * C, H / 128]  where rows are in fp8, the scales of each; used as [W * N, H / 128]
     row_ids      [W * C, K]        their local expert ids, -1 = not here; used as [W * N, K]
     row_weights  [W * C, K]        their router weights; used as [W * N, K]
     partials     [(W - 1) * C, H]  combined rows; used as [(W - 1) * N, H], rank me + d's of token t in (d - 1) * N + t
@@ -14,9 +15,10 @@ K top-k, H hidden, P programs that a kernel may have.
 
 Why a single buffer per slot is enough. On one slot every rank runs dispatch 1, experts 1, combine 1, dispatch 2, ...
 and each kernel starts when the one before it has ended. A kernel ends when it has seen the flags of all peers.
- - `rows`, `row_ids`, `row_weights` of call n are read by the experts of call n and, the ids, by the sending programs
-   of combine n. A peer writes those of call n + 1 in its dispatch n + 1, so after its combine n ended, so after each
-   of our sending programs has set its last flag of call n, which it does after its last read of the ids of *any* rank.
+ - `rows`, `row_scales`, `row_ids`, `row_weights` of call n are read by the experts of call n and, the ids, by the
+   sending programs of combine n. A peer writes those of call n + 1 in its dispatch n + 1, so after its combine n ended,
+   so after each of our sending programs has set its last flag of call n, which it does after its last read of the ids
+   of *any* rank.
    (Of any rank: N differs from call to call, so that rows of call n + 1 from one rank lie where those of another lay.)
  - `partials` of call n are read by the adding programs of combine n. A peer writes those of call n + 1 in its combine
    n + 1, so after its dispatch n + 1 ended, so after our dispatch n + 1 began, so after our combine n ended.
@@ -29,6 +31,8 @@ import math
 from dataclasses import dataclass
 
 import torch
+
+from vllm_moe_modular.kernels.quantize_fp8 import GROUP
 
 MAX_PROGRAMS = 128
 """P. Fewer than an H200 has multiprocessors (132): each program can run at once, and 4096 tokens divide evenly."""
@@ -44,22 +48,30 @@ _ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class NvlinkShape:
-    """What the buffers are reserved for; the same on every rank."""
+    """What the buffers are reserved for; the same on every rank.
+
+    Attributes:
+        dtype: of tokens and of what comes home.
+        fp8_rows: tokens are sent in float8_e4m3fn with scales; `hidden` is a multiple of 128.
+    """
 
     ranks: int
     capacity_tokens: int
     top_k: int
     hidden: int
     dtype: torch.dtype
+    fp8_rows: bool = False
 
     def symmetric_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what peers write to, in the order in which it lies in the buffer of a slot."""
         W, C, K, H = self.ranks, self.capacity_tokens, self.top_k, self.hidden
+        scales = {"row_scales": ((W * C, H // GROUP), torch.float32)} if self.fp8_rows else {}
         return {
             "flags": ((2, W, MAX_PROGRAMS), torch.int32),
             "row_ids": ((W * C, K), torch.int32),
             "row_weights": ((W * C, K), torch.float32),
-            "rows": ((W * C, H), self.dtype),
+            **scales,
+            "rows": ((W * C, H), torch.float8_e4m3fn if self.fp8_rows else self.dtype),
             "partials": (((W - 1) * C, H), self.dtype),
         }
 
@@ -75,6 +87,7 @@ class NvlinkSlot:
 
     Attributes:
         rank: this rank.
+        row_scales: None unless the rows are in fp8.
         peers: [W], int64: how far each peer's buffer is mapped from ours, in `PEER_UNIT_BYTES`.
         counters: [3, P], int32: calls of each dispatch program; chunks sent, and chunks added, by each combine program.
             Each element belongs to one program.
@@ -95,6 +108,7 @@ class NvlinkSlot:
     ranks_of_token: torch.Tensor
     failure: torch.Tensor
     host_failure: torch.Tensor
+    row_scales: torch.Tensor | None = None
 
 
 def make_slot(

@@ -35,7 +35,7 @@ class Fp8Rows:
 
     Attributes:
         values: [R, H] float8_e4m3fn, contiguous.
-        scales: [R, H/128 rounded up] float32, contiguous.
+        scales: [R, H/128 rounded up] float32, contiguous unless it is said that other strides will do.
     """
 
     values: torch.Tensor

@@ -1,12 +1,13 @@
 """`scatter_rows` with the rows quantised on the way, each once however many slots it has.
 
-    out[p, :], scales[:, p] = quantize_groups(x[r, :])      for each p = positions[r, k] that is not -1
+    out[p, :], scales[:, p] = quantize_fp8(x[r, :])      for each p = positions[r, k] that is not -1
 
-The scales lie with the rows side by side, as the copy engine of a GEMM reads them: a row of `scales` per group.
+Rows that are in fp8 already are copied, with their scales. The scales lie with the rows side by side, as the copy
+engine of a GEMM reads them: a row of `scales` per group.
 
 Shapes: R rows, K top-k, S = R * K slots, H hidden, P rows of the layout.
-Cost:   memory bound; R * H * 2 bytes read, S * H + S * H / 32 written.
-Reference: vllm_moe_modular.reference.scatter_rows over vllm_moe_modular.reference.quantize_groups.
+Cost:   memory bound; R * H * 2 bytes read (half of it in fp8), S * H + S * H / 32 written.
+Reference: vllm_moe_modular.reference.scatter_rows over vllm_moe_modular.reference.quantize_fp8.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_moe_modular.kernels.quantize_groups import GROUP, quantize_groups
+from vllm_moe_modular.kernels.quantize_fp8 import GROUP, quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,11 @@ def _scatter_quantize_rows_kernel(
     out_ptr,  # [P, H] float8_e4m3fn
     scales_ptr,  # [H / 128, P]
     x_ptr,  # [R, H]
+    x_scale_ptr,  # [R, H / 128], or None: x is not in fp8
     positions_ptr,  # [R, K]
     stride_x_r,
+    stride_scale_r,
+    stride_scale_g,
     H,
     P,
     K: tl.constexpr,
@@ -57,7 +61,11 @@ def _scatter_quantize_rows_kernel(
         furthest = tl.maximum(furthest, tl.load(positions_ptr + r * K + k))
     if furthest >= 0:
         x = tl.load(x_ptr + r * stride_x_r + h, mask=in_g[:, None], other=0.0)
-        q, scale = quantize_groups(x.to(tl.float32))
+        if x_scale_ptr is None:
+            q, scale = quantized(x.to(tl.float32))
+        else:
+            q = x
+            scale = tl.load(x_scale_ptr + r * stride_scale_r + g * stride_scale_g, mask=in_g, other=0.0)
         for k in tl.static_range(K):
             p = tl.load(positions_ptr + r * K + k).to(tl.int64)
             here = in_g & (p >= 0)
@@ -71,6 +79,7 @@ def scatter_quantize_rows(
     *,
     out_PH: torch.Tensor,
     scales_GP: torch.Tensor,
+    x_scale_RG: torch.Tensor | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> None:
@@ -78,6 +87,7 @@ def scatter_quantize_rows(
 
     Args:
         x_RH: [R, H], rows contiguous; R > 0, H a multiple of 128.
+        x_scale_RG: [R, H / 128] float32, any strides, for x in float8_e4m3fn; None: x is to be quantised.
         positions: [R * K] int32; -1: the slot has no row.
         out_PH: [P, H] float8_e4m3fn, contiguous.
         scales_GP: [H / 128, P] float32, contiguous.
@@ -86,7 +96,8 @@ def scatter_quantize_rows(
     R, H = x_RH.shape
     tile = tile or choose_tile(hidden=H)
     _scatter_quantize_rows_kernel[(R * triton.cdiv(H, tile.groups * GROUP),)](
-        out_PH, scales_GP, x_RH, positions, x_RH.stride(0), H, out_PH.shape[0],
+        out_PH, scales_GP, x_RH, x_scale_RG, positions,
+        x_RH.stride(0), *((0, 0) if x_scale_RG is None else x_scale_RG.stride()), H, out_PH.shape[0],
         K=positions.numel() // R, BLOCK_G=tile.groups, GROUP=GROUP, PDL=pdl,
         num_warps=tile.num_warps, launch_pdl=pdl,
     )  # fmt: skip

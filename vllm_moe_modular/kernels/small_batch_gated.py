@@ -3,8 +3,8 @@
     [gate | up][s, :] = x[s // K, :] @ w13[ids[s]].T (* weight[s]) + w13_bias[ids[s]]
     y[s, f] = activation(gate[s, f], up[s, f])
 
-Weights in fp8 are scaled on their way into the sum, per block of 128 x 128, or after it, per output channel; the rows
-stay as they are.
+Weights in fp8 are scaled on their way into the sum, per block of 128 x 128, or after it, per output channel; rows in
+fp8 on their way into the sum. Nothing is quantised.
 
 A slot whose id is below 0 or past the last expert is left alone. Weights are multiplied in float32: a matrix unit would
 be given 15 empty rows of 16. Rows that share an expert read it twice, the second time from L2.
@@ -50,6 +50,7 @@ def _each_128_times(scales, BLOCK_H: tl.constexpr):
 def _small_batch_gated_kernel(
     y_ptr,  # [S, F]
     x_ptr,  # [R, H]
+    x_scale_ptr,  # [R, G] or None
     w_ptr,  # [E, 2F, H]
     w_scale_ptr,  # [E, 2J, G], [E, 2F] or None
     bias_ptr,  # [E, 2F] or None
@@ -59,6 +60,8 @@ def _small_batch_gated_kernel(
     alpha,
     beta,
     stride_x_r,
+    stride_x_scale_r,
+    stride_x_scale_g,
     H,
     F,
     E,
@@ -88,9 +91,12 @@ def _small_batch_gated_kernel(
         # int64 before the multiply: experts x intermediate x hidden passes 2**31.
         gate_ptrs = w_ptr + (e * 2 * F + gate_at)[:, None] * H + h[None, :]
         up_ptrs = w_ptr + (e * 2 * F + up_at)[:, None] * H + h[None, :]
+        if SCALE_RANK == 3 or x_scale_ptr is not None:
+            g = tl.arange(0, BLOCK_H // 128)
+        if x_scale_ptr is not None:
+            x_scale_ptrs = x_scale_ptr + (s // K).to(tl.int64) * stride_x_scale_r + g * stride_x_scale_g
         if SCALE_RANK == 3:
             # BLOCK_F divides 128: one scale for all columns of the program.
-            g = tl.arange(0, BLOCK_H // 128)
             gate_scale_ptrs = w_scale_ptr + (e * 2 * (F // 128) + f0 // 128) * tl.cdiv(H, 128) + g
             up_scale_ptrs = gate_scale_ptrs + F // 128 * tl.cdiv(H, 128)
         gates = tl.zeros([BLOCK_F, BLOCK_H], dtype=tl.float32)
@@ -98,6 +104,9 @@ def _small_batch_gated_kernel(
         for h0 in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):
             in_w = in_f[:, None] if EVEN_H else in_f[:, None] & (h0 + h < H)[None, :]
             x = tl.load(x_ptrs + h0, mask=h0 + h < H, other=0.0).to(tl.float32)
+            if x_scale_ptr is not None:
+                x_scales = tl.load(x_scale_ptrs + h0 // 128 * stride_x_scale_g, mask=h0 + g * 128 < H, other=0.0)
+                x *= _each_128_times(x_scales, BLOCK_H)
             x_gate, x_up = x, x
             if SCALE_RANK == 3:
                 in_g = h0 + g * 128 < H
@@ -128,6 +137,7 @@ def small_batch_gated(
     *,
     out_SF: torch.Tensor,
     activation: GatedActivation,
+    x_scale_RG: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     topk_weights_RK: torch.Tensor | None = None,
@@ -137,10 +147,11 @@ def small_batch_gated(
     """Write row s of `out_SF` for each slot s that has an expert here; other rows are left alone.
 
     Args:
-        x_RH: [R, H], rows contiguous.
+        x_RH: [R, H], rows contiguous; of a float dtype, or float8_e4m3fn with `x_scale_RG`, where the weights are too.
         w13: [E, 2F, H], contiguous; of the dtype of `x_RH`, or float8_e4m3fn with a `scale`.
         topk_ids_RK: [R, K], contiguous.
-        out_SF: [S, F], contiguous, dtype of `x_RH`; rounded to once.
+        out_SF: [S, F], contiguous, dtype of the activations; rounded to once.
+        x_scale_RG: [R, H/128] float32, any strides; None: unquantised.
         scale: [E, 2F/128, H/128 rounded up] float32, where F is a multiple of 128 and gates and ups are packed; or
             [E, 2F]; None: unquantised.
         bias: [E, 2F] or None.
@@ -152,9 +163,9 @@ def small_batch_gated(
     tile = tile or choose_tile(hidden=H, itemsize=w13.element_size())
     grid = (topk_ids_RK.numel() * triton.cdiv(F, tile.block_f),)
     _small_batch_gated_kernel[grid](
-        out_SF, x_RH, w13, scale, bias, topk_ids_RK, topk_weights_RK,
+        out_SF, x_RH, x_scale_RG, w13, scale, bias, topk_ids_RK, topk_weights_RK,
         activation.limit or 0.0, activation.alpha, activation.beta,
-        x_RH.stride(0), H, F, E,
+        x_RH.stride(0), *((0, 0) if x_scale_RG is None else x_scale_RG.stride()), H, F, E,
         K=topk_ids_RK.shape[1], ACTIVATION=activation.name, HAS_LIMIT=activation.limit is not None,
         INTERLEAVED=activation.interleaved, SCALE_RANK=0 if scale is None else scale.dim(),
         EVEN_H=H % tile.block_h == 0, BLOCK_F=tile.block_f,

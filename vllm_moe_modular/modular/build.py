@@ -22,6 +22,8 @@ class BuildContext:
         capacity_tokens: the most tokens that this rank brings to one step.
         activation: between the two GEMMs; None where vLLM's name for it has no counterpart here.
         low_latency_tokens: tokens per rank and round of low-latency transports.
+        fp8_rows: the experts of the layer take rows in fp8 and would quantise them so anyway: an all-to-all may send
+            half the bytes (`StandardRows.x_scale`, `BatchedRows.x_scale`); it need not. `hidden` is a multiple of 128.
         layer: the server's own object of the layer, for a part that was registered with `per_layer`; else None.
         tuned: folder of tuned tables that go before those of the package; None: there is none.
     """
@@ -36,6 +38,7 @@ class BuildContext:
     capacity_tokens: int
     activation: Activation | None
     low_latency_tokens: int
+    fp8_rows: bool = False
     layer: object | None = None
     tuned: str | None = None
 

@@ -116,5 +116,5 @@ class PermuteExpertsUnpermute(ABC):
                 which saves a copy.
 
         Returns:
-            EXPERTS: [R, H]; FINALIZE: [R, K, H] (standard) or [E, C, H] (batched). Dtype of `rows.x`.
+            EXPERTS: [R, H]; FINALIZE: [R, K, H] (standard) or [E, C, H] (batched). Of `rows.dtype`.
         """

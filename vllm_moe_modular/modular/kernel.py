@@ -8,6 +8,7 @@ import torch
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import IncompatiblePartsError, ShapeError
 from vllm_moe_modular.modular.experts import ExpertWeights, PermuteExpertsUnpermute
+from vllm_moe_modular.modular.fp8 import BLOCK
 from vllm_moe_modular.modular.prepare_finalize import BatchedRows, PrepareAndFinalize, Rows, StandardRows
 from vllm_moe_modular.modular.workspace import Allocate
 
@@ -88,29 +89,52 @@ class ModularKernel:
         return self.prepare_finalize.topk_indices_dtype or self.experts.topk_indices_dtype
 
     def workspace_bytes(
-        self, weights: ExpertWeights, *, max_tokens_per_rank: int, top_k: int, dtype: torch.dtype
+        self,
+        weights: ExpertWeights,
+        *,
+        max_tokens_per_rank: int,
+        top_k: int,
+        dtype: torch.dtype,
+        fp8_rows: bool = False,
     ) -> int:
         """The scratch memory that the experts take in the largest step of up to `max_tokens_per_rank` tokens.
 
         Args:
             top_k: of the layer.
             dtype: of the activations.
+            fp8_rows: the all-to-all may send rows in fp8; it may also not.
         """
         most = self.prepare_finalize.most_rows(max_tokens_per_rank)
         # Experts treat few rows differently, so that the most rows need not take the most memory.
         steps = {most, *(2**i for i in range(most.bit_length()))}
-        rows_of_steps = [self._empty_rows(weights, R, top_k=top_k, dtype=dtype) for R in steps]
+        rows_of_steps = [
+            self._empty_rows(weights, R, top_k=top_k, dtype=dtype, fp8=fp8)
+            for R in steps
+            for fp8 in ((False, True) if fp8_rows else (False,))
+        ]
         return max(sum(s.nbytes for s in self.experts.workspace(rows, weights)) for rows in rows_of_steps)
 
-    def _empty_rows(self, weights: ExpertWeights, R: int, *, top_k: int, dtype: torch.dtype) -> Rows:
+    def _empty_rows(self, weights: ExpertWeights, R: int, *, top_k: int, dtype: torch.dtype, fp8: bool) -> Rows:
         """Rows of the right shapes without memory of their own."""
         E, H, _ = weights.w2.shape
-        x_H = weights.w2.new_empty(H, dtype=dtype)
+        x_H = weights.w2.new_empty(H, dtype=torch.float8_e4m3fn if fp8 else dtype)
+        scale_G = weights.w2.new_empty(-(-H // BLOCK), dtype=torch.float32) if fp8 else None
         if self.experts.activation_format is ActivationFormat.BATCHED:
-            return BatchedRows(x_H.expand(E, R, H), weights.w2.new_empty(E, dtype=torch.int32))
+            return BatchedRows(
+                x_H.expand(E, R, H),
+                weights.w2.new_empty(E, dtype=torch.int32),
+                x_scale=None if scale_G is None else scale_G.expand(E, R, -1),
+                out_dtype=dtype,
+            )
         ids_K = weights.w2.new_empty(top_k, dtype=self.experts.topk_indices_dtype or torch.int32)
         weights_K = weights.w2.new_empty(top_k, dtype=torch.float32)
-        return StandardRows(x_H.expand(R, H), ids_K.expand(R, top_k), weights_K.expand(R, top_k))
+        return StandardRows(
+            x_H.expand(R, H),
+            ids_K.expand(R, top_k),
+            weights_K.expand(R, top_k),
+            x_scale=None if scale_G is None else scale_G.expand(R, -1),
+            out_dtype=dtype,
+        )
 
     def apply(
         self,
@@ -177,7 +201,7 @@ class ModularKernel:
             max_tokens_per_rank=max_tokens_per_rank,
             router_weight_on_input=router_weight_on_input,
         )
-        rows = dispatched.rows.with_ids_as(self.experts.topk_indices_dtype)
+        rows = dispatched.rows.for_experts(ids_dtype=self.experts.topk_indices_dtype, dtype=x_TH.dtype)
         mark("prepare", rows)
         out_TH = torch.empty_like(x_TH)
         y = self.experts.apply(

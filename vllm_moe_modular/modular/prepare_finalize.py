@@ -26,15 +26,26 @@ class StandardRows:
         x: [R, H], one row per token that has an expert here.
         topk_ids: [R, K], **local** expert ids; -1 = not on this rank, and nothing is promised of the weight behind it.
         topk_weights: [R, K], float32.
+        x_scale: None; or [R, H / 128] float32 with any strides, x is then float8_e4m3fn, contiguous, quantised as
+            `reference.quantize_fp8` says: column h of row r is x[r, h] * x_scale[r, h // 128]. Only where
+            `BuildContext.fp8_rows` said so.
+        out_dtype: of what the experts return; None: that of x. The composer fills it in for rows in fp8.
     """
 
     x: torch.Tensor
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
+    x_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
 
-    def with_ids_as(self, dtype: torch.dtype | None) -> "StandardRows":
-        """The same rows with topk_ids in `dtype`; None: as they are."""
-        return self if dtype in (None, self.topk_ids.dtype) else replace(self, topk_ids=self.topk_ids.to(dtype))
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what the experts return: that of the layer's activations."""
+        return self.out_dtype or self.x.dtype
+
+    def for_experts(self, *, ids_dtype: torch.dtype | None, dtype: torch.dtype) -> "StandardRows":
+        """The same rows with topk_ids in `ids_dtype` (None: as they are), for a layer whose activations are `dtype`."""
+        return replace(self, topk_ids=self.topk_ids.to(ids_dtype or self.topk_ids.dtype), out_dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +55,24 @@ class BatchedRows:
     Attributes:
         x: [E, C, H]; of block e the first expert_num_tokens[e] rows are real, the rest is uninitialised.
         expert_num_tokens: [E], int32, on the device.
+        x_scale: None; or [E, C, H / 128] float32 with any strides, for x in fp8 as in `StandardRows`. Strides of
+            (C * H / 128, 1, C), the scales of a group side by side, and C a multiple of 128 spare DeepGEMM a copy.
+        out_dtype: as in `StandardRows`.
     """
 
     x: torch.Tensor
     expert_num_tokens: torch.Tensor
+    x_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
 
-    def with_ids_as(self, dtype: torch.dtype | None) -> "BatchedRows":  # noqa: ARG002
-        """The same rows: this format carries no ids."""
-        return self
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what the experts return: that of the layer's activations."""
+        return self.out_dtype or self.x.dtype
+
+    def for_experts(self, *, ids_dtype: torch.dtype | None, dtype: torch.dtype) -> "BatchedRows":  # noqa: ARG002
+        """The same rows, for a layer whose activations are `dtype`; this format carries no ids."""
+        return replace(self, out_dtype=dtype)
 
 
 Rows = StandardRows | BatchedRows

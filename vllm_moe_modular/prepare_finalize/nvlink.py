@@ -1,5 +1,7 @@
 """One-sided all-to-all for the GPUs of one host: each rank stores straight into its peers' memory, over NVLink or PCIe.
 
+Where the experts take rows in fp8, tokens are quantised on their way out; what comes home is in the tokens' dtype.
+
 Letters: T tokens of this rank, N tokens of the fullest rank, W ranks, K top-k, H hidden, R = W * N rows.
 """
 
@@ -22,6 +24,7 @@ from vllm_moe_modular.kernels.nvlink_memory import (
     make_slot,
     unpack_failure,
 )
+from vllm_moe_modular.kernels.quantize_fp8 import GROUP
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import Dispatched, PrepareAndFinalize, StandardRows
@@ -52,13 +55,19 @@ class NvlinkBuffers:
         """A collective of the group, over ranks of one host; waits for all of them.
 
         Raises:
-            UnsupportedError: the ranks cannot map each other's memory, or are too many.
+            UnsupportedError: the ranks cannot map each other's memory, or are too many; rows in fp8 of a hidden size
+                that is no multiple of 128.
         """
         rank = process_group.rank()
         if shape.ranks > MAX_RANKS or shape.dtype.itemsize > 4:
             raise UnsupportedError(
                 f"nvlink over {shape.ranks} ranks in {shape.dtype}",
                 instead=f"it takes at most {MAX_RANKS} ranks, and float16, bfloat16 or float32; use allgather",
+            )
+        if shape.fp8_rows and shape.hidden % GROUP:
+            raise UnsupportedError(
+                f"nvlink with rows in fp8 of hidden size {shape.hidden}",
+                instead=f"it takes multiples of {GROUP}; build it with fp8_rows=False",
             )
         buffer = symmetric_memory.empty(SLOTS * shape.slot_bytes, dtype=torch.uint8, device=device)
         buffer.zero_()
@@ -188,6 +197,7 @@ class NvlinkPrepareAndFinalize(PrepareAndFinalize[NvlinkTicket]):
             top_k=context.top_k,
             hidden=context.hidden,
             dtype=context.dtype,
+            fp8_rows=context.fp8_rows,
         )
         return cls(
             buffers=buffers_for(group.process_group, shape, context.device),
@@ -242,7 +252,8 @@ class NvlinkPrepareAndFinalize(PrepareAndFinalize[NvlinkTicket]):
             slot, x_TH.contiguous(), topk_ids_TK.contiguous(), topk_weights_TK.contiguous(), self._home_G,
             rows_per_rank=ticket.rows_per_rank, timeout_ns=self._timeout_ns,
         )  # fmt: skip
-        return Dispatched(StandardRows(slot.rows[:R], slot.row_ids[:R], slot.row_weights[:R]), ticket)
+        x_scale = None if slot.row_scales is None else slot.row_scales[:R]
+        return Dispatched(StandardRows(slot.rows[:R], slot.row_ids[:R], slot.row_weights[:R], x_scale), ticket)
 
     def finalize(self, y: torch.Tensor, ticket: NvlinkTicket, *, out_TH: torch.Tensor) -> None:
         """See `PrepareAndFinalize.finalize`. Rows of `y` without an expert here are not read.

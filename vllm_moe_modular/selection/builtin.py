@@ -8,11 +8,11 @@ _BY_EXPERTS = frozenset({"experts"})
 
 _FP8 = ("fp8", "fp8 128x128", "compressed-tensors float8", "compressed-tensors float8 128x128")
 
+_FP8_BLOCKS = tuple(scheme for scheme in _FP8 if scheme.endswith("128x128"))
+
 _GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave")
 
-_DEEP_GEMM = (
-    checks.replaceable,
-    checks.weights_one_of("none", "fp8 128x128"),
+_ON_DEEP_GEMM = (
     checks.device_kind("cuda"),
     checks.compute_capability(90),
     checks.dtype_one_of("bfloat16"),
@@ -20,6 +20,8 @@ _DEEP_GEMM = (
     checks.no_bias,
     checks.sizes_multiple_of(unquantized=64, quantized=128),
 )
+
+_DEEP_GEMM = (checks.replaceable, checks.weights_one_of("none", "fp8 128x128"), *_ON_DEEP_GEMM)
 
 _GRAPH = "the host reads how many rows arrive"
 
@@ -86,6 +88,7 @@ PARTS = (
         declines=(checks.compared_when_served(),),
         requires=("triton", "vllm.third_party.deep_gemm or deep_gemm"),
         raw_weights=True,
+        fp8_rows=("fp8 128x128",),
     ),
     Part(
         name="triton",
@@ -105,6 +108,7 @@ PARTS = (
         declines=(checks.compared_when_served("none"),),
         requires=("triton",),
         raw_weights=True,
+        fp8_rows=_FP8_BLOCKS,
     ),
     Part(
         name="deep_gemm",
@@ -118,6 +122,21 @@ PARTS = (
         declines=(checks.compared_when_served(),),
         requires=("triton", "vllm.third_party.deep_gemm or deep_gemm"),
         raw_weights=True,
+        fp8_rows=("fp8 128x128",),
+    ),
+    Part(
+        name="deep_gemm_batched",
+        kind=PartKind.EXPERTS,
+        target="vllm_moe_modular.experts.deep_gemm_batched_experts:DeepGemmBatchedExperts",
+        activation_format=ActivationFormat.BATCHED,
+        reduces=frozenset({"finalize"}),
+        preference=45,
+        summary="DeepGEMM's masked grouped GEMM for fp8; compiles at start-up, needs nvcc",
+        checks=(checks.replaceable, checks.weights_one_of("fp8 128x128"), *_ON_DEEP_GEMM),
+        declines=(checks.compared_when_served(),),
+        requires=("triton", "vllm.third_party.deep_gemm or deep_gemm"),
+        raw_weights=True,
+        fp8_rows=("fp8 128x128",),
     ),
     Part(
         name="triton_batched",
@@ -129,7 +148,7 @@ PARTS = (
         summary="our own grouped GEMMs over the real rows of each expert's block, no host synchronisation",
         checks=(
             checks.replaceable,
-            checks.weights_one_of("none"),
+            checks.weights_one_of("none", *_FP8),
             checks.device_kind("cuda"),
             checks.dtype_one_of("bfloat16", "float16", "float32"),
             checks.activation_one_of(*_GATED),
@@ -137,6 +156,7 @@ PARTS = (
         declines=(checks.compared_when_served(),),
         requires=("triton",),
         raw_weights=True,
+        fp8_rows=_FP8_BLOCKS,
     ),
     Part(
         name="torch",

@@ -60,6 +60,8 @@ def weights_one_of(*schemes: str) -> Check:
     def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
         if problem.irreplaceable:
             return None  # which says it all
+        if problem.quant_scheme == "none" and "none" not in schemes:
+            return f"the weights are not quantised, it reads {', '.join(schemes)}; choose other experts"
         if problem.quant_scheme not in schemes:
             known = ", ".join(s for s in schemes if s != "none")
             return f"the weights are quantised ({problem.quant_scheme}), it reads {known}; use the vllm experts"

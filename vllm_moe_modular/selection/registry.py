@@ -14,6 +14,9 @@ from vllm_moe_modular.selection.problem import Device, Problem
 Check = Callable[[Problem, Device], str | None]
 """None = fine; else one sentence with the value, the limit and the remedy. A check that raises is a bug."""
 
+_FP8_ROW_GROUP = 128
+"""Columns of a row in fp8 that share a scale: `StandardRows.x_scale`."""
+
 THIS_DISTRIBUTION = "vllm-moe-modular"
 
 
@@ -37,6 +40,7 @@ class Part:
         requires: modules that must be importable; "a or b": one of them.
         raw_weights: needs the weights as the checkpoint stores them.
         per_layer: is built for one layer and sees the server's object of it; else layers of one shape share an object.
+        fp8_rows: of experts, the quant schemes with which they take rows in fp8 and would quantise them so anyway.
         provided_by: the installed distribution that it came with.
     """
 
@@ -52,6 +56,7 @@ class Part:
     requires: tuple[str, ...] = ()
     raw_weights: bool = False
     per_layer: bool = False
+    fp8_rows: tuple[str, ...] = ()
     provided_by: str = THIS_DISTRIBUTION
 
     @property
@@ -66,6 +71,10 @@ class Part:
     def reservations(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Why `auto` leaves it out."""
         return tuple(why for check in self.declines if (why := check(problem, device)))
+
+    def takes_fp8_rows(self, problem: Problem) -> bool:
+        """Whether an all-to-all may send a layer's rows to these experts in fp8."""
+        return problem.quant_scheme in self.fp8_rows and problem.hidden % _FP8_ROW_GROUP == 0
 
     def missing_modules(self) -> tuple[str, ...]:
         """Of `requires`, what is not installed in this process."""

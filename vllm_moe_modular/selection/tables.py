@@ -91,11 +91,15 @@ def with_tables(document: str, made: str) -> str:
 
 
 def _parts(parts: Sequence[Part]) -> list[str]:
+    head = ["name", "format", "weight and reduce by", "needs", "for"]
     rows = [
-        (f"`{p.name}`", p.activation_format.value, " or ".join(sorted(p.reduces)), ", ".join(p.requires), p.summary)
+        [f"`{p.name}`", p.activation_format.value, " or ".join(sorted(p.reduces)), ", ".join(p.requires), p.summary]
         for p in parts
     ]
-    return [_table(("name", "format", "weight and reduce by", "needs", "for"), rows)]
+    if any(p.kind is PartKind.EXPERTS for p in parts):
+        head.append("takes rows in fp8 with")
+        rows = [[*row, ", ".join(p.fp8_rows)] for row, p in zip(rows, parts, strict=True)]
+    return [_table(head, rows)]
 
 
 def _pairs(all2alls: Sequence[Part], experts: Sequence[Part]) -> list[str]:

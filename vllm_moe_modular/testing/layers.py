@@ -116,9 +116,14 @@ def make_batch(case: Case, rank: int, dtype: torch.dtype, *, seed: int = 0) -> B
 def right_answer(case: Case, rank: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Of `make_batch`, in float64."""
     batch, weights = make_batch(case, rank, dtype, seed=seed), make_weights(case, dtype)
+    return moe_answer(batch, weights, weight_on_input=case.weight_on_input)
+
+
+def moe_answer(batch: Batch, weights: ExpertWeights, *, weight_on_input: bool = False) -> torch.Tensor:
+    """Of any batch, in float64."""
     return moe_layer(
-        batch.x, batch.topk_ids, batch.topk_weights, weights, SILU, router_weight_on_input=case.weight_on_input
-    )
+        batch.x, batch.topk_ids, batch.topk_weights, weights, SILU, router_weight_on_input=weight_on_input
+    )  # fmt: skip
 
 
 def plain_torch(batch: Batch, weights: ExpertWeights, *, weight_on_input: bool) -> torch.Tensor:

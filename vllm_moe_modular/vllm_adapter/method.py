@@ -46,6 +46,7 @@ def maybe_make_fused_moe_modular_method(
         capacity_tokens=capacity,
         activation=layer.activation,
         low_latency_tokens=runtime.settings.low_latency_tokens,
+        fp8_rows=plan.choice.experts.takes_fp8_rows(problem),
         layer=layer.module,
         tuned=runtime.settings.tuned,
     )
@@ -53,7 +54,11 @@ def maybe_make_fused_moe_modular_method(
     if reads_weights:
         runtime.workspace.reserve(
             kernel.workspace_bytes(
-                layer.weights(), max_tokens_per_rank=capacity, top_k=problem.top_k, dtype=context.dtype
+                layer.weights(),
+                max_tokens_per_rank=capacity,
+                top_k=problem.top_k,
+                dtype=context.dtype,
+                fp8_rows=context.fp8_rows,
             )
         )
     forward = ModularForward(kernel, layer, reads_weights=reads_weights, tokens_bound=adapter.tokens_bound)

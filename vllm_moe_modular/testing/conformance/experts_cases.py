@@ -88,11 +88,17 @@ class Subject:
         rows: StandardRows,
         weights: ExpertWeights,
         by: WeightAndReduceBy,
+        *,
+        send: Callable[[Rows], Rows] = lambda rows: rows,
     ) -> torch.Tensor:
-        """The weighted sum of each row, [R, H] on the CPU, whoever made it; notes what is written to."""
+        """The weighted sum of each row, [R, H] on the CPU, whoever made it; notes what is written to.
+
+        Args:
+            send: what an all-to-all makes of the rows.
+        """
         given, places = _in_format_of(experts, rows, len(weights.w2))
-        given = given.with_ids_as(experts.topk_indices_dtype)
-        tensors = [t for t in (*_tensors(given), *_tensors(weights)) if t is not None]
+        given = send(given).for_experts(ids_dtype=experts.topk_indices_dtype, dtype=rows.x.dtype)
+        tensors = [t for t in (*_tensors(given), *_tensors(weights)) if isinstance(t, torch.Tensor)]
         before = [t.clone() for t in tensors]
         buffers, guards = _scratch(experts.workspace(given, weights), self.device)
         y = experts.apply(
@@ -122,10 +128,10 @@ class Subject:
         return out.cpu()
 
 
-def run(here: Here, build: "Build", name: str, dtypes: tuple[str, ...]) -> Outcome:
+def run(here: Here, build: "Build", case: Callable[[Subject], None], dtypes: tuple[str, ...]) -> Outcome:
     """One case."""
     subject = Subject(here.device, build, tuple(getattr(torch, dtype) for dtype in dtypes))
-    return subject.notes.outcome_of(lambda: CASES[name](subject), on_error=lambda error: None)  # noqa: ARG005
+    return subject.notes.outcome_of(lambda: case(subject), on_error=lambda error: None)  # noqa: ARG005
 
 
 LAYERS = [
@@ -160,8 +166,8 @@ def _is_the_layer(s: Subject, *, case: Case) -> None:
     for dtype in s.dtypes:
         experts = s.make(case, dtype)
         rows, weights = make(case, dtype, s.device)
-        truth, naive = _right(case, rows, weights), _plain_torch(case, rows, weights)
-        for by in _modes(experts):
+        truth, naive = right(case, rows, weights), plain_torch(case, rows, weights)
+        for by in modes(experts):
             if by is WeightAndReduceBy.FINALIZE and case.weight_on_input:
                 continue  # whoever dispatched has scaled the rows, and nobody did here
             s.notes.check_accuracy(
@@ -179,7 +185,7 @@ def _rows_without_an_expert(s: Subject) -> None:
         rows.topk_weights[0] = NAN
         nobody = (rows.topk_ids < 0).all(dim=1)
         rows.x[nobody] = NAN
-        for by in _modes(experts):
+        for by in modes(experts):
             out = s.run(experts, case, rows, weights, by)
             s.notes.check(bool(out.isfinite().all()), f"summed by {by.value}: NaN of a row without an expert shows")
             s.notes.check(not out[nobody.cpu()].any(), f"summed by {by.value}: a row without an expert is not 0")
@@ -189,10 +195,10 @@ def _bad_rows_stay(s: Subject) -> None:
     case = Case(why="", absent=0.0)
     experts = s.make(case)
     rows, weights = make(case, s.dtype, s.device)
-    truth, naive = _right(case, rows, weights), _plain_torch(case, rows, weights)
+    truth, naive = right(case, rows, weights), plain_torch(case, rows, weights)
     rows.x[3], rows.x[4] = NAN, float("inf")
     others = [r for r in range(case.R) if r not in (3, 4)]
-    for by in _modes(experts):
+    for by in modes(experts):
         out = s.run(experts, case, rows, weights, by)[others]
         s.notes.check_accuracy(f"rows beside those, summed by {by.value}", out, naive[others], truth[others])
 
@@ -204,7 +210,7 @@ def _ids_past_the_end(s: Subject) -> None:
     experts = s.make(case)
     rows, weights = make(case, s.dtype, s.device)
     past = replace(rows, topk_ids=torch.where(rows.topk_ids < 0, case.E, rows.topk_ids))
-    for by in _modes(experts):
+    for by in modes(experts):
         try:
             out = s.run(experts, case, past, weights, by)
         except MoEModularError:
@@ -220,7 +226,7 @@ def _same_bits(s: Subject) -> None:
     dtype = s.dtypes[-1]
     experts = s.make(big, dtype)
     a, b = make(big, dtype, s.device), make(small, dtype, s.device)
-    for by in _modes(experts):
+    for by in modes(experts):
         first, _, *others = (s.run(experts, c, *of, by) for c, of in ((big, a), (small, b), (big, a), (big, a)))
         same = all(torch.equal(first, other) for other in others)
         s.notes.check(same, f"summed by {by.value}: the same rows give other bits the next time")
@@ -234,9 +240,9 @@ def _random_steps(s: Subject) -> None:
         R = int(torch.randint(0, 13, (), generator=generator))
         case = replace(shape, R=R, absent=float(torch.rand((), generator=generator)))
         rows, weights = make(case, s.dtype, s.device, seed=step)
-        for by in _modes(experts):
+        for by in modes(experts):
             out = s.run(experts, case, rows, weights, by)
-            if not torch.allclose(out.double(), _right(case, rows, weights), rtol=0, atol=_close(s.dtype)):
+            if not torch.allclose(out.double(), right(case, rows, weights), rtol=0, atol=_close(s.dtype)):
                 wrong.append(step)
     s.notes.check(not wrong, f"{len(wrong)} steps are wrong, the first of them {wrong[:5]}")
 
@@ -280,7 +286,7 @@ def make(case: Case, dtype: torch.dtype, device: torch.device, *, seed: int = 0)
     )
 
 
-def _modes(experts: PermuteExpertsUnpermute) -> list[WeightAndReduceBy]:
+def modes(experts: PermuteExpertsUnpermute) -> list[WeightAndReduceBy]:
     return sorted(experts.weight_and_reduce_by, key=lambda by: by.value)
 
 
@@ -312,8 +318,8 @@ def _scratch(specs: Sequence[BufferSpec], device: torch.device) -> tuple[list[to
     return buffers, guards
 
 
-def _tensors(of: Any) -> tuple[torch.Tensor | None, ...]:
-    """Those that a frozen dataclass of tensors holds."""
+def _tensors(of: Any) -> tuple[Any, ...]:
+    """What a frozen dataclass holds."""
     return tuple(getattr(of, name) for name in of.__dataclass_fields__)
 
 
@@ -327,25 +333,37 @@ def _cpu(weights: ExpertWeights) -> ExpertWeights:
         w2=weights.w2.cpu(),
         w13_bias=None if weights.w13_bias is None else weights.w13_bias.cpu(),
         w2_bias=None if weights.w2_bias is None else weights.w2_bias.cpu(),
+        w13_scale=None if weights.w13_scale is None else weights.w13_scale.cpu(),
+        w2_scale=None if weights.w2_scale is None else weights.w2_scale.cpu(),
     )
 
 
-def _right(case: Case, rows: StandardRows, weights: ExpertWeights) -> torch.Tensor:
+def right(case: Case, rows: StandardRows, weights: ExpertWeights) -> torch.Tensor:
     return moe_layer(
         rows.x.cpu(), rows.topk_ids.cpu(), rows.topk_weights.cpu(), _cpu(weights), case.activation,
         router_weight_on_input=case.weight_on_input,
     )  # fmt: skip
 
 
-def _plain_torch(case: Case, rows: StandardRows, weights: ExpertWeights) -> torch.Tensor:
-    """The obvious code, in the dtype of the rows, on the CPU."""
+def plain_torch(
+    case: Case,
+    rows: StandardRows,
+    weights: ExpertWeights,
+    *,
+    on_the_way: Callable[[torch.Tensor], torch.Tensor] = lambda activated: activated,
+) -> torch.Tensor:
+    """The obvious code, in the dtype of the rows, on the CPU.
+
+    Args:
+        on_the_way: what becomes of an activated row before the second GEMM.
+    """
     w, x_RH = _cpu(weights), rows.x.cpu()
     out = torch.zeros_like(x_RH)
     for r, k in (rows.topk_ids >= 0).nonzero().tolist():
         e, weight = int(rows.topk_ids[r, k]), rows.topk_weights[r, k].cpu().to(x_RH.dtype)
         x = x_RH[r] * weight if case.weight_on_input else x_RH[r]
         h = linear(x, w.w13[e], None if w.w13_bias is None else w.w13_bias[e])
-        y = linear(_activated(h, case.activation), w.w2[e], None if w.w2_bias is None else w.w2_bias[e])
+        y = linear(on_the_way(_activated(h, case.activation)), w.w2[e], None if w.w2_bias is None else w.w2_bias[e])
         out[r] += y if case.weight_on_input else y * weight
     return out
 

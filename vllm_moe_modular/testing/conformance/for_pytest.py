@@ -25,6 +25,8 @@ class _Conformance:
         part: the class under test, importable by name in another process.
         device: "cpu" or "cuda".
         dtypes: of activations, that it can do.
+        schemes: of experts, quant schemes of weights that they read: "fp8", "fp8 128x128".
+        fp8_rows: of experts, those of them with which they take rows in fp8.
     """
 
     kind: ClassVar[PartKind]
@@ -32,6 +34,8 @@ class _Conformance:
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[Sequence[str]] = DTYPES
     num_ranks: int = 1
+    schemes: ClassVar[Sequence[str]] = ()
+    fp8_rows: ClassVar[Sequence[str]] = ()
     ranks: ClassVar[Ranks]
 
     @classmethod
@@ -47,7 +51,7 @@ class _Conformance:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One test for each case, whose id is the case's name."""
         if "case" in metafunc.fixturenames:
-            names = case_names(self.kind, self.num_ranks, self.device)
+            names = case_names(self.kind, self.num_ranks, self.device, schemes=self.schemes, fp8_rows=self.fp8_rows)
             metafunc.parametrize("case", names, ids=[name.replace(" ", "-") for name in names])
 
     def test_conforms(self, case: str) -> None:
@@ -84,4 +88,12 @@ class ExpertsConformance(_Conformance):
     kind = PartKind.EXPERTS
 
     def _check(self, case: str) -> Report:
-        return check_experts(self.part.build, device=self.device, dtypes=self.dtypes, cases=[case], ranks=self.ranks)
+        return check_experts(
+            self.part.build,
+            device=self.device,
+            dtypes=self.dtypes,
+            cases=[case],
+            ranks=self.ranks,
+            schemes=self.schemes,
+            fp8_rows=self.fp8_rows,
+        )

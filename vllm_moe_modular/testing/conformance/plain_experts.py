@@ -9,6 +9,7 @@ from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import UnsupportedError
 from vllm_moe_modular.experts.torch_experts import TorchExperts
 from vllm_moe_modular.modular.experts import ExpertWeights, PermuteExpertsUnpermute
+from vllm_moe_modular.modular.fp8 import dequantized_rows
 from vllm_moe_modular.modular.prepare_finalize import BatchedRows, PrepareAndFinalize, Rows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.testing.layers import SILU
@@ -33,10 +34,11 @@ class PlainBatchedExperts(PermuteExpertsUnpermute):
         """See `PermuteExpertsUnpermute.apply`."""
         if not isinstance(rows, BatchedRows):
             raise UnsupportedError("the standard format in batched experts", instead="use the torch experts")
-        y_ECH = torch.full_like(rows.x, float("nan"))
+        x_ECH = dequantized_rows(rows)
+        y_ECH = torch.full_like(x_ECH, float("nan"))
         for e, n in enumerate(rows.expert_num_tokens.tolist()):
             ids = torch.full((n, 1), e, device=rows.x.device)
-            block = StandardRows(rows.x[e, :n], ids, torch.ones(n, 1, device=rows.x.device))
+            block = StandardRows(x_ECH[e, :n], ids, torch.ones(n, 1, device=rows.x.device))
             y_ECH[e, :n] = TorchExperts(activation=SILU).apply(
                 block, weights, workspace=workspace, weight_and_reduce_by=weight_and_reduce_by,
                 router_weight_on_input=router_weight_on_input,

@@ -18,6 +18,7 @@ from vllm_moe_modular.modular.kernel import ModularKernel
 from vllm_moe_modular.modular.prepare_finalize import Dispatched, PrepareAndFinalize, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.modular.workspace import Workspace
+from vllm_moe_modular.testing.conformance.fp8_rows_cases import FP8_ROWS_CASES
 from vllm_moe_modular.testing.conformance.outcome import Outcome
 from vllm_moe_modular.testing.conformance.plain_experts import identity_experts, plain_experts
 from vllm_moe_modular.testing.conformance.subject import Subject, bits
@@ -71,6 +72,7 @@ def cases(W: int, device: str) -> dict[str, Run]:
         "one token more than there is capacity": _over_capacity,
         "more tokens than announced": _more_than_announced,
         "rows are counted alike at both ends": _traffic,
+        **FP8_ROWS_CASES,
         RANDOM_STEPS_CASE: _random_steps,
     }
     # With NCCL the host waits for nobody, so that only some transports can notice.
@@ -224,7 +226,7 @@ def _two_in_flight(s: Subject) -> None:
         dispatched = [s.prepare(part, shape, batch) for shape, batch in zip(shapes, batches, strict=True)]
         rows = [
             experts.apply(
-                d.rows.with_ids_as(experts.topk_indices_dtype), weights, workspace=(),
+                d.rows.for_experts(ids_dtype=experts.topk_indices_dtype, dtype=s.dtype), weights, workspace=(),
                 weight_and_reduce_by=part.weight_and_reduce_by, router_weight_on_input=False,
             )
             for d in dispatched

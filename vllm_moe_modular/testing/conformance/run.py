@@ -27,6 +27,9 @@ CASE_TIMEOUT_S = 30.0
 
 LOSS_TIMEOUT_S = 8.0
 
+SCHEMES = ("fp8", "fp8 128x128")
+"""Quant schemes of weights that are tried: float8_e4m3fn with a scale per output channel, or per block of 128 x 128."""
+
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _MOST_RESTARTS = 2
 """Cases that the ranks did not survive, before the rest is given up: each costs seconds, and they have one cause."""
@@ -80,9 +83,18 @@ def check_experts(
     dtypes: Sequence[str] = DTYPES,
     cases: Collection[str] | None = None,
     ranks: Ranks | None = None,
+    schemes: Collection[str] = (),
+    fp8_rows: Collection[str] = (),
 ) -> Report:
-    """Run an expert kernel through every case, in a process of its own; see `check_prepare_finalize`."""
-    return _check(PartKind.EXPERTS, build, f"experts {_name(build)} ({device})", 1, device, dtypes, cases, ranks)
+    """Run an expert kernel through every case, in a process of its own; see `check_prepare_finalize`.
+
+    Args:
+        schemes: of quantised weights that it reads; "fp8" (a scale per output channel) and "fp8 128x128" are tried.
+        fp8_rows: those of them with which it takes rows in fp8, `Part.fp8_rows`.
+    """
+    known = case_names(PartKind.EXPERTS, 1, device, schemes=schemes, fp8_rows=fp8_rows)
+    subject = f"experts {_name(build)} ({device})"
+    return _check(PartKind.EXPERTS, build, subject, 1, device, dtypes, cases, ranks, known=known)
 
 
 def check_part(part: Part, *, num_ranks: int = 2, device: str = "cpu", ranks: Ranks | None = None) -> Report:
@@ -95,7 +107,9 @@ def check_part(part: Part, *, num_ranks: int = 2, device: str = "cpu", ranks: Ra
         raise NoUsablePartError(
             f"{part.kind.value} {part.label} cannot be tried on {device}: it needs a server's layer"
         )
-    dtypes = [dtype for dtype in DTYPES if not objections(part, num_ranks, device, dtype)]
+    dtypes = [
+        dtype for dtype in DTYPES if not all(objections(part, num_ranks, device, dtype, s) for s in ("none", *SCHEMES))
+    ]
     if missing := part.missing_modules():
         raise NoUsablePartError(f"{part.kind.value} {part.label} needs {', '.join(missing)}, not installed here")
     if not dtypes:
@@ -103,15 +117,24 @@ def check_part(part: Part, *, num_ranks: int = 2, device: str = "cpu", ranks: Ra
         raise NoUsablePartError(f"{part.kind.value} {part.label} cannot be tried on {device}: {why}")
     build = Target(part.target)
     if part.kind is PartKind.EXPERTS:
-        return check_experts(build, device=device, dtypes=dtypes, ranks=ranks)
+        schemes = schemes_of(part, device)
+        return check_experts(
+            build, device=device, dtypes=dtypes, ranks=ranks, schemes=schemes, fp8_rows=part.fp8_rows
+        )  # fmt: skip
     return check_prepare_finalize(build, num_ranks=num_ranks, device=device, dtypes=dtypes, ranks=ranks)
 
 
-def objections(part: Part, num_ranks: int, device: str, dtype: str) -> tuple[str, ...]:
+def schemes_of(part: Part, device: str) -> list[str]:
+    """The quant schemes of weights that its checks allow, of those that are tried."""
+    return [s for s in SCHEMES if any(not objections(part, 1, device, dtype, s) for dtype in DTYPES)]
+
+
+def objections(part: Part, num_ranks: int, device: str, dtype: str, scheme: str = "none") -> tuple[str, ...]:
     """Of its checks, to every way that tokens may start out; a GPU is taken to be new and to have peer access."""
+    hidden, intermediate = (64, 16) if scheme == "none" else (256, 128)
     base = Problem(
-        num_experts=8, num_local_experts=4, top_k=2, hidden=64, intermediate=16, dtype=dtype, ep_size=num_ranks,
-        capacity_tokens=64,
+        num_experts=8, num_local_experts=4, top_k=2, hidden=hidden, intermediate=intermediate, dtype=dtype,
+        quant_scheme=scheme, ep_size=num_ranks, capacity_tokens=64,
     )  # fmt: skip
     own_tokens, same_tokens = replace(base, dp_size=num_ranks), replace(base, tp_size=num_ranks)
     gpu_or_cpu = Device(kind=device, sm=90, peer_access=True)
@@ -129,10 +152,11 @@ def _check(
     cases: Collection[str] | None,
     ranks: Ranks | None,
     loss_timeout_s: float = LOSS_TIMEOUT_S,
+    known: Sequence[str] = (),
 ) -> Report:
     if device not in BACKENDS:
         raise MoEModularError(f"device {device!r} is not known; known: {', '.join(BACKENDS)}")
-    known = case_names(kind, num_ranks, device)
+    known = known or case_names(kind, num_ranks, device)
     wanted = known if cases is None else list(cases)
     if unknown := [name for name in wanted if name not in known]:
         raise MoEModularError(f"no case is called {', '.join(map(repr, unknown))}; there are: {', '.join(known)}")
@@ -204,12 +228,15 @@ def _by_rank(problems: dict[int, tuple[str, ...]]) -> str:
     return "; ".join(clauses)
 
 
-def case_names(kind: PartKind, num_ranks: int, device: str) -> list[str]:
-    """The cases of a kind of part, in the order in which they are run."""
+def case_names(
+    kind: PartKind, num_ranks: int, device: str, *, schemes: Collection[str] = (), fp8_rows: Collection[str] = ()
+) -> list[str]:
+    """The cases of a kind of part, in the order in which they are run; for experts see `check_experts`."""
     if kind is PartKind.EXPERTS:
+        from vllm_moe_modular.testing.conformance import quantised_cases
         from vllm_moe_modular.testing.conformance.experts_cases import CASES
 
-        return list(CASES)
+        return [*CASES, *quantised_cases.case_names(schemes, fp8_rows)]
     from vllm_moe_modular.testing.conformance.prepare_finalize_cases import cases
 
     return list(cases(num_ranks, device))
@@ -219,10 +246,10 @@ def _on_rank(
     here: Here, kind: PartKind, build: Build, name: str, dtypes: tuple[str, ...], loss_timeout_s: float
 ) -> "Outcome":
     """What a rank runs for a case."""
-    from vllm_moe_modular.testing.conformance import experts_cases, prepare_finalize_cases
+    from vllm_moe_modular.testing.conformance import experts_cases, prepare_finalize_cases, quantised_cases
 
     if kind is PartKind.EXPERTS:
-        return experts_cases.run(here, build, name, dtypes)
+        return experts_cases.run(here, build, quantised_cases.ALL[name], dtypes)
     return prepare_finalize_cases.run(here, build, name, dtypes, loss_timeout_s=loss_timeout_s)
 
 

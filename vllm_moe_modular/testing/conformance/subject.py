@@ -36,9 +36,13 @@ class Subject:
         return self.dtypes[0]
 
     def make(
-        self, case: Case, dtype: torch.dtype | None = None, *, capacity: int | None = None
+        self, case: Case, dtype: torch.dtype | None = None, *, capacity: int | None = None, fp8_rows: bool = False
     ) -> PrepareAndFinalize[Any]:
-        """A new part, over a group of its own."""
+        """A new part, over a group of its own.
+
+        Args:
+            fp8_rows: the experts take rows in fp8; the part may send such, or not.
+        """
         self.group = RankGroup(self.here.group, timeout_s=self.loss_timeout_s, store=self.here.store)
         context = BuildContext(
             device=self.here.device,
@@ -51,6 +55,7 @@ class Subject:
             capacity_tokens=case.max_tokens_per_rank if capacity is None else capacity,
             activation=SILU,
             low_latency_tokens=256,
+            fp8_rows=fp8_rows,
         )
         part: PrepareAndFinalize[Any] = self.build(context)
         self.notes.part_was_made = True
