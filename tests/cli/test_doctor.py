@@ -72,7 +72,7 @@ def test_text_says_what_is_missing_and_ends_with_the_problems(capsys: Captured, 
     assert "GPU1: H200, compute capability 9.0, 139.8 GiB" in printed
     assert "peer access: not between 1-0" in printed
     assert "GPU0: X NV18" in printed
-    assert "DeepEP        not installed (optional: deepep_high_throughput, deepep_low_latency)" in printed
+    assert "DeepEP        not installed (optional: deepep_high_throughput, deepep_low_latency, deepep_auto)" in printed
     assert "all-to-all theirs (from x)  s; needs deep_ep, not installed" in printed
     assert "VLLM_MOE_MODULAR_STRICT='maybe': takes 0 or 1" in printed.split("problems")[-1]
 
@@ -168,6 +168,13 @@ def test_a_library_that_crashes_or_hangs_takes_nothing_down(source: str, error: 
     answer = probes.library(probes.Library("x", ("native_library",), ""), timeout_s=2 if "sleep" in source else 60)
     assert answer.value is None
     assert error in answer.error
+
+
+def test_a_library_that_hides_what_its_loader_said_is_asked_for_its_shared_object(module_on_path: Any) -> None:
+    module_on_path("native_library", "")
+    answer = probes.library(probes.Library("x", ("native_library",), "", "libnative.so"))
+    assert answer.value is None
+    assert "libnative.so: cannot open shared object file" in answer.error
 
 
 def test_the_first_module_that_is_there_counts(module_on_path: Any) -> None:

@@ -85,6 +85,18 @@ def test_named_parts_are_taken(capsys: Captured) -> None:
     assert named["asked_for"] == {"all2all": "allgather", "experts": "torch"}
 
 
+def test_an_all_to_all_of_two_is_told_with_what_takes_the_small_steps(capsys: Captured) -> None:
+    arguments = ("--dp", 2, "--gpu", "h200", "--all2all", "deepep_auto", "--experts", "triton")
+    small = {"all2all": "deepep_low_latency", "experts": "triton_batched"}
+    shape = as_json(capsys, QWEN, *arguments)["shapes"][0]
+    assert shape["choice"] == {"all2all": "deepep_auto", "experts": "triton", "small_steps": small}
+    _, printed = explain(capsys, QWEN, *arguments)
+    assert (
+        "run on deepep_auto + triton (small steps: deepep_low_latency + triton_batched) (needs triton, deep" in printed
+    )
+    assert len(re.findall("^ +chosen ", printed, re.MULTILINE)) == 4
+
+
 def test_tensor_parallelism_alone_says_that_an_all_to_all_gains_nothing(capsys: Captured) -> None:
     _, printed = explain(capsys, QWEN, "--tp", 2, "--gpu", "cpu", "--all2all", "allgather")
     assert re.search("chosen +allgather +every rank already has all tokens, sending them gains nothing", printed)

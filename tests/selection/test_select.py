@@ -101,7 +101,7 @@ def test_auto_leaves_a_gpu_to_vllm_and_says_why() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(NoUsablePartError, match=r"'deepep'.*known: auto, local, nvlink, torch, allgather"):
+    with pytest.raises(NoUsablePartError, match=r"'deepep'.*known: auto, local, nvlink, deepep_auto, .*allgather"):
         select(builtin_registry(), DP2_EP, LAPTOP, all2all="deepep")
 
 
@@ -132,6 +132,55 @@ def test_nvlink_needs_one_host_with_peer_access(problem: Problem, device: Device
     verdicts = select(builtin_registry(), problem, device, missing={}).verdicts[PartKind.PREPARE_FINALIZE]
     (why,) = next(v.objections for v in verdicts if v.part.name == "nvlink")
     assert says in why
+
+
+@pytest.mark.parametrize(
+    ("part", "problem", "says"),
+    [
+        ("deepep_high_throughput", replace(DP2_EP, cuda_graph=True), "cannot be captured in a CUDA graph"),
+        (
+            "deepep_high_throughput",
+            replace(DP2_EP, dp_size=3, ep_size=3),
+            "3 ranks share the experts, it takes 2, 4, 8",
+        ),
+        ("deepep_high_throughput", replace(DP2_EP, hidden=8192), "hidden size 8192 is more than 7936"),
+        ("deepep_high_throughput", replace(DP2_EP, num_local_experts=129), "129 experts on a rank, it takes 128"),
+        ("deepep_high_throughput", replace(DP2_EP, dp_size=16, ep_size=16, hosts=4), "16 ranks on 4 hosts"),
+        ("deepep_low_latency", replace(DP2_EP, hidden=8200), "hidden size 8200 is more than 8192"),
+        ("deepep_low_latency", replace(DP2_EP, top_k=12), "each token goes to 12 experts, it sends to 11 at most"),
+        ("deepep_low_latency", replace(DP2_EP, router_weight_on_input=True), "it sends one row for all of them"),
+        ("deepep_auto", replace(DP2_EP, dp_size=16, ep_size=16, hosts=2), "its two modes do not yet share NVSHMEM"),
+        ("pplx", replace(DP2_EP, dtype="float32"), "dtype float32 is not one of bfloat16, float16"),
+    ],
+)
+def test_native_all_to_alls_name_what_their_libraries_would_stop_at(part: str, problem: Problem, says: str) -> None:
+    verdicts = select(builtin_registry(), problem, H200, missing={}).verdicts[PartKind.PREPARE_FINALIZE]
+    (why,) = next(v.objections for v in verdicts if v.part.name == part)
+    assert says in why
+
+
+def test_an_all_to_all_of_two_has_experts_for_each() -> None:
+    both = "deepep_auto + triton (small steps: deepep_low_latency + triton_batched)"
+    assert chosen(DP2_EP, H200, all2all="deepep_auto", experts="triton") == both
+    assert chosen(replace(DP2_EP, cuda_graph=True), H200, all2all="deepep_auto", experts="triton") == both
+
+
+@pytest.mark.parametrize(
+    ("problem", "experts", "says"),
+    [
+        (replace(DP2_EP, activation="silu_no_mul"), "torch", "triton_batched: activation silu_no_mul"),
+        (DP2_EP, "vllm", "read the weights in vLLM's layout, as vllm does (triton_batched: it does not"),
+    ],
+    ids=["none have such an activation", "none read them where vLLM's own do"],
+)
+def test_without_experts_for_small_steps_an_all_to_all_of_two_is_refused(
+    problem: Problem, experts: str, says: str
+) -> None:
+    selection = select(builtin_registry(), problem, H200, all2all="deepep_auto", experts=experts, missing={})
+    with pytest.raises(NoUsablePartError) as refusal:
+        selection.require()
+    assert f"deepep_auto + {experts}: no experts take the batched rows of deepep_low_latency" in str(refusal.value)
+    assert says in str(refusal.value)
 
 
 def test_a_name_can_be_registered_once() -> None:

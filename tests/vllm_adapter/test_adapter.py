@@ -305,9 +305,9 @@ def test_a_misspelt_configuration_key_is_told() -> None:
 def test_the_folder_of_tuned_tables_reaches_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contexts, build_kernel = [], runtime.Runtime.build_kernel
 
-    def noted(self: runtime.Runtime, choice: Any, context: Any) -> Any:
+    def noted(self: runtime.Runtime, choice: Any, context: Any, **more: Any) -> Any:
         contexts.append(context)
-        return build_kernel(self, choice, context)
+        return build_kernel(self, choice, context, **more)
 
     monkeypatch.setattr(runtime.Runtime, "build_kernel", noted)
     load(replace(NAMED, tuned=str(tmp_path)), Layer("a"))

@@ -7,14 +7,23 @@ import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import UnsupportedError
+from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
 from vllm_moe_modular.modular.kernel import ModularKernel
+from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import Dispatched, PrepareAndFinalize, StandardRows
+from vllm_moe_modular.modular.two_kernels import TwoKernels
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.modular.workspace import Workspace
-from vllm_moe_modular.selection.problem import Problem
+from vllm_moe_modular.selection.problem import Device, Problem
+from vllm_moe_modular.selection.registry import PartKind
+from vllm_moe_modular.selection.select import Choice
+from vllm_moe_modular.settings import Settings
 from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks, make_activation
 from vllm_moe_modular.vllm_adapter.method import ModularForward, require_eplb_maps
+from vllm_moe_modular.vllm_adapter.runtime import Runtime
+
+PAIR = {PartKind.PREPARE_FINALIZE: "local", PartKind.EXPERTS: "torch"}
 
 MAPS = {"expert_load_view": None, "logical_to_physical_map": None, "logical_replica_count": None}
 
@@ -145,3 +154,26 @@ def test_the_bound_is_that_of_a_sequence_parallel_slice() -> None:
 )
 def test_vllm_activation_names(name: str, limit: float | None, expected: Activation | None) -> None:
     assert make_activation(name, limit, None, None) == expected
+
+
+def test_a_choice_of_two_pairs_is_built_as_two_kernels_over_shared_parts() -> None:
+    runtime = Runtime(Settings(enabled=True), device=Device(kind="cpu"))
+    parts = [next(p for p in runtime.registry.of(kind) if p.name == name) for kind, name in PAIR.items()]
+    context = BuildContext(
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        placement=ExpertPlacement.linear(4, 1),
+        rank=0,
+        group=None,
+        hidden=8,
+        top_k=2,
+        capacity_tokens=16,
+        activation=Activation(kind=ActivationKind.SILU),
+        low_latency_tokens=4,
+    )
+    one = runtime.build_kernel(Choice(*parts), context, most_small=6)
+    two = runtime.build_kernel(Choice(*parts, small=Choice(*parts)), context, most_small=6)
+    assert isinstance(one, ModularKernel)
+    assert isinstance(two, TwoKernels)
+    assert two.most_small == 6
+    assert two.small.prepare_finalize is two.large.prepare_finalize is one.prepare_finalize

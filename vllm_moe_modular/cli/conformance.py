@@ -13,7 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What may be chosen."""
     parser.add_argument("part", metavar="PART", help='name of a registered part, or "package.module:Class"')
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of an all-to-all (default 2)")
-    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default), or cuda: a GPU for each rank")
+    parser.add_argument(
+        "--device", default="cpu", metavar="DEVICE", help="cpu (default), or cuda: ranks share GPUs if need be"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,8 +43,8 @@ def check_device(device: str, ranks: int) -> None:
     if device == "cuda":
         import torch
 
-        if torch.cuda.device_count() < ranks:
-            raise MoEModularError(f"--ranks is {ranks}, and torch sees {torch.cuda.device_count()} CUDA GPUs")
+        if not torch.cuda.is_available():
+            raise MoEModularError("--device is cuda, and torch sees no CUDA GPU")
 
 
 def _reports(name: str, ranks: int, device: str) -> list[Report]:

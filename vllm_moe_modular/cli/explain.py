@@ -14,7 +14,7 @@ from vllm_moe_modular.errors import MoEModularError
 from vllm_moe_modular.selection.from_config import LayerShape, problems_from_config
 from vllm_moe_modular.selection.problem import Device
 from vllm_moe_modular.selection.registry import PartKind, Registry
-from vllm_moe_modular.selection.select import AUTO, Selection, select
+from vllm_moe_modular.selection.select import AUTO, Choice, Selection, select
 from vllm_moe_modular.selection.third_party import full_registry
 
 DEVICES: Mapping[str, Device] = {
@@ -99,7 +99,7 @@ def read_config(model: Path) -> dict[str, Any]:
 def outcome(selection: Selection) -> str:
     """What a server would do with such layers."""
     if selection.choice is not None:
-        needs = dict.fromkeys((*selection.choice.all2all.requires, *selection.choice.experts.requires))
+        needs = dict.fromkeys(module for part in selection.choice.parts for module in part.requires)
         return f"run on {selection.choice}" + (f" (needs {', '.join(needs)} there)" if needs else "")
     named = [f"{kind.value} {name}" for kind, name in selection.asked_for.items() if name != AUTO]
     if named:
@@ -154,7 +154,7 @@ def selection_as_json(selection: Selection) -> dict[str, Any]:
     }
     return {
         "outcome": outcome(selection),
-        "choice": None if choice is None else {"all2all": choice.all2all.name, "experts": choice.experts.name},
+        "choice": None if choice is None else _names(choice),
         "asked_for": {
             "all2all": selection.asked_for[PartKind.PREPARE_FINALIZE],
             "experts": selection.asked_for[PartKind.EXPERTS],
@@ -163,6 +163,11 @@ def selection_as_json(selection: Selection) -> dict[str, Any]:
         "device": asdict(selection.device),
         "candidates": candidates,
     }
+
+
+def _names(choice: Choice) -> dict[str, Any]:
+    told: dict[str, Any] = {"all2all": choice.all2all.name, "experts": choice.experts.name}
+    return told if choice.small is None else {**told, "small_steps": _names(choice.small)}
 
 
 def _check(options: argparse.Namespace) -> None:

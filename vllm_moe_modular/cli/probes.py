@@ -47,16 +47,18 @@ class Library:
     Attributes:
         modules: where it may be; the first that is there counts.
         use: what it is for.
+        shared_object: a file beside the module that it should have loaded; its own import may hide that it could not.
     """
 
     name: str
     modules: tuple[str, ...]
     use: str
+    shared_object: str = ""
 
 
 LIBRARIES = (
-    Library("DeepEP", ("deep_ep",), "deepep_high_throughput, deepep_low_latency"),
-    Library("pplx-kernels", ("pplx_kernels",), "pplx"),
+    Library("DeepEP", ("deep_ep",), "deepep_high_throughput, deepep_low_latency, deepep_auto"),
+    Library("pplx-kernels", ("pplx_kernels",), "pplx", "libpplx_kernels.so"),
     Library("DeepGEMM", ("deep_gemm", "vllm.third_party.deep_gemm"), "fp8 grouped GEMMs"),
 )
 
@@ -93,7 +95,9 @@ def is_there(module: str) -> bool:
 def library(wanted: Library, *, timeout_s: float = TIMEOUT_S) -> Answer:
     """Version and file of a library once it was imported; nothing where it is not installed."""
     module = next((m for m in wanted.modules if is_there(m)), None)
-    return Answer() if module is None else ask("imported", module, timeout_s=timeout_s)
+    if module is None:
+        return Answer()
+    return ask("imported", module, *filter(None, [wanted.shared_object]), timeout_s=timeout_s)
 
 
 def links() -> Mapping[str, Sequence[str]]:
@@ -119,8 +123,10 @@ def parse_links(topology: str) -> dict[str, list[str]]:
     return {row[0]: row[1 : 1 + len(body)] for row in body}
 
 
-def _imported(module: str) -> dict[str, str]:
+def _imported(module: str, shared_object: str = "") -> dict[str, str]:
     found = import_module(module)
+    if shared_object:
+        ctypes.CDLL(str(Path(str(found.__file__)).with_name(shared_object)))
     return {"version": str(getattr(found, "__version__", "")), "file": str(getattr(found, "__file__", ""))}
 
 

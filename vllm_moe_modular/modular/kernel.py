@@ -1,6 +1,7 @@
 """The composer: prepare, experts, finalize."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,21 @@ def unobserved(phase: str, rows: Rows | None = None) -> None:
     """The `Mark` of a call that nobody looks at."""
 
 
+def rounds_of(tokens: int, max_tokens_per_rank: int, tokens_per_round: int | None) -> list[tuple[slice, int]]:
+    """The rounds of a step: this rank's tokens in each, and the most of any rank.
+
+    Their number follows from the fullest rank alone, so that it is the same on all of them. What a rank has beyond what
+    was announced is in its last round, whose `prepare` refuses it.
+    """
+    per_round = tokens_per_round or max_tokens_per_rank
+    if max_tokens_per_rank <= per_round:
+        return [(slice(0, tokens), max_tokens_per_rank)]
+    starts = range(0, max_tokens_per_rank, per_round)
+    bounds = [min(per_round, max_tokens_per_rank - start) for start in starts]
+    ends = [*(start + per_round for start in starts[:-1]), max(tokens, max_tokens_per_rank)]
+    return [(slice(start, end), bound) for start, end, bound in zip(starts, ends, bounds, strict=True)]
+
+
 class ModularKernel:
     """A mixture-of-experts layer composed of an all-to-all and an expert kernel. Holds no per-call state.
 
@@ -82,6 +98,16 @@ class ModularKernel:
         self.observe: Observe | None = None
         self._allocate = allocate
         self._on_error = on_error
+
+    @property
+    def output_is_reduced(self) -> bool:
+        """See `PrepareAndFinalize`."""
+        return self.prepare_finalize.output_is_reduced
+
+    @property
+    def supports_async(self) -> bool:
+        """Whether work that is given as `meanwhile` overlaps with anything."""
+        return self.prepare_finalize.supports_async
 
     @property
     def topk_indices_dtype(self) -> torch.dtype | None:
@@ -187,12 +213,35 @@ class ModularKernel:
         router_weight_on_input: bool,
         meanwhile: Callable[[], None] | None,
     ) -> torch.Tensor:
-        mark = unobserved if self.observe is None else self.observe(x_TH)
-        if topk_weights_TK.shape != topk_ids_TK.shape or topk_ids_TK.shape[0] != x_TH.shape[0]:
-            T, K = x_TH.shape[0], topk_ids_TK.shape[-1]
+        T, K = x_TH.shape[0], topk_ids_TK.shape[-1]
+        if topk_weights_TK.shape != topk_ids_TK.shape or topk_ids_TK.shape[0] != T:
             wrong = "topk_ids_TK" if topk_ids_TK.shape[0] != T else "topk_weights_TK"
             got = topk_ids_TK.shape if wrong == "topk_ids_TK" else topk_weights_TK.shape
             raise ShapeError(wrong, want=("T", "K"), values={"T": T, "K": K}, got=got)
+        out_TH = torch.empty_like(x_TH)
+        call = partial(self._run_round, weights=weights, router_weight_on_input=router_weight_on_input)
+        *before, (last, bound) = rounds_of(T, max_tokens_per_rank, self.prepare_finalize.tokens_per_round)
+        for tokens, full in before:
+            given = x_TH[tokens], topk_ids_TK[tokens], topk_weights_TK[tokens]
+            call(*given, max_tokens_per_rank=full, meanwhile=None, out_TH=out_TH[tokens])
+        rest = (x_TH, topk_ids_TK, topk_weights_TK, out_TH)
+        x, ids, topk_weights, out = (t[last] for t in rest) if before else rest
+        call(x, ids, topk_weights, max_tokens_per_rank=bound, meanwhile=meanwhile, out_TH=out)
+        return out_TH
+
+    def _run_round(
+        self,
+        x_TH: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        *,
+        weights: ExpertWeights,
+        max_tokens_per_rank: int,
+        router_weight_on_input: bool,
+        meanwhile: Callable[[], None] | None,
+        out_TH: torch.Tensor,
+    ) -> None:
+        mark = unobserved if self.observe is None else self.observe(x_TH)
         by = self.prepare_finalize.weight_and_reduce_by
         dispatched = self.prepare_finalize.prepare(
             x_TH,
@@ -203,7 +252,6 @@ class ModularKernel:
         )
         rows = dispatched.rows.for_experts(ids_dtype=self.experts.topk_indices_dtype, dtype=x_TH.dtype)
         mark("prepare", rows)
-        out_TH = torch.empty_like(x_TH)
         y = self.experts.apply(
             rows,
             weights,
@@ -213,13 +261,15 @@ class ModularKernel:
             out_RH=out_TH if self.prepare_finalize.rows_are_tokens else None,
         )
         mark("experts")
+        if meanwhile is None:
+            self.prepare_finalize.finalize(y, dispatched.ticket, out_TH=out_TH)
+            mark("finalize")
+            return
         wait = self.prepare_finalize.finalize_async(y, dispatched.ticket, out_TH=out_TH)
         mark("send home")
         try:
-            if meanwhile is not None:
-                meanwhile()
-                mark("meanwhile")
+            meanwhile()
+            mark("meanwhile")
         finally:
             wait()  # whatever became of it: rows that are on their way must be taken in
         mark("finalize")
-        return out_TH

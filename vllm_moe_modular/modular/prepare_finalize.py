@@ -110,6 +110,10 @@ class PrepareAndFinalize(ABC, Generic[TicketT]):
     traffic: Traffic | None = None
     """What was moved so far, where the host knows without asking the device; None: not counted."""
 
+    tokens_per_round: int | None = None
+    """The most tokens of a rank that one `prepare` takes; the composer cuts a larger step into lock-step rounds, each a
+    `prepare`, the experts and a `finalize`. None: there is no such limit."""
+
     supports_async: ClassVar[bool] = False
     """Whether finalize_async returns before the rows are back, so that other work can run meanwhile."""
 

@@ -51,7 +51,8 @@ class RankGroup:
     CPU tensors travel point to point: it is known from whom nothing came, the deadline holds (a collective of gloo goes
     on in the background after its `wait` timed out, and keeps the process from ending), and a rank's own rows are
     copied once. CUDA tensors use the group's collectives; there the host waits, and so notices a loss, only where it
-    needs numbers: in `exchange_counts`.
+    needs numbers: in `exchange_counts`. Over gloo they go by way of the host, which waits in each step: for trying a
+    part on fewer GPUs than ranks.
 
     Args:
         group: from `torch.distributed`.
@@ -77,6 +78,7 @@ class RankGroup:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.global_ranks = _global_ranks(group)
+        self._moves_host_memory = _is_gloo(group)
         serial = next(self._made_over.setdefault(group, itertools.count()))
         self._first_tag = serial % _TAG_RANGES * _STEPS_PER_TAG_RANGE
         self._lost: RankLostError | None = None
@@ -143,6 +145,10 @@ class RankGroup:
         self._begin(phase)
         if out.device.type == "cpu":
             return self._point_to_point(torch.split(out, list(out_rows)), torch.split(x, list(in_rows)))
+        if self._moves_host_memory:
+            host = torch.empty(out.shape, dtype=out.dtype)
+            parts = torch.split(host, list(out_rows)), torch.split(x.cpu(), list(in_rows))
+            return _then_copy(self._point_to_point(*parts), host, out)
         work = dist.all_to_all_single(
             _bytes(out), _bytes(x), list(out_rows), list(in_rows), group=self.process_group, async_op=True
         )
@@ -165,6 +171,9 @@ class RankGroup:
         self._begin(phase)
         if out.device.type == "cpu":
             return self._point_to_point(out.unbind(0), [x] * self.size)
+        if self._moves_host_memory:
+            host = torch.empty(out.shape, dtype=out.dtype)
+            return _then_copy(self._point_to_point(host.unbind(0), [x.cpu()] * self.size), host, out)
         work = dist.all_gather_into_tensor(
             _bytes(out).view(-1), _bytes(x).view(-1), group=self.process_group, async_op=True
         )
@@ -361,6 +370,22 @@ def _has_arrived(work: dist.Work) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _then_copy(wait: Wait, host: torch.Tensor, out: torch.Tensor) -> Wait:
+    def finish() -> None:
+        wait()
+        out.copy_(host)
+
+    return finish
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    """Of one backend, which moves host memory; a group that torch.distributed did not register counts as another."""
+    try:
+        return bool(dist.get_backend(group) == "gloo")
+    except (KeyError, ValueError, RuntimeError):
+        return False
 
 
 def _global_ranks(group: dist.ProcessGroup) -> list[int]:

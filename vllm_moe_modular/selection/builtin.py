@@ -23,6 +23,28 @@ _ON_DEEP_GEMM = (
 
 _DEEP_GEMM = (checks.replaceable, checks.weights_one_of("none", "fp8 128x128"), *_ON_DEEP_GEMM)
 
+_DEEPEP = (
+    checks.replaceable,
+    checks.communicates,
+    checks.device_kind("cuda"),
+    checks.compute_capability(90),
+    checks.dtype_one_of("bfloat16"),
+    checks.peer_access,
+    checks.hosts_of(8),
+)
+
+# Their limits are compiled into the library: prepare_finalize.deepep_library says where each comes from.
+_HIGH_THROUGHPUT = (
+    checks.ranks_one_of(2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160),
+    checks.hidden_at_most(7936),
+    checks.local_experts_at_most(128),
+    checks.top_k_at_most(32),
+)
+
+_LOW_LATENCY = (checks.hidden_at_most(8192), checks.top_k_at_most(11), checks.weighs_at_home)
+
+_NOT_SERVED = (checks.replicated_tokens, checks.not_yet_served)
+
 _GRAPH = "the host reads how many rows arrive"
 
 PARTS = (
@@ -53,6 +75,64 @@ PARTS = (
         ),
         declines=(checks.replicated_tokens,),
         requires=("triton",),
+    ),
+    Part(
+        name="deepep_auto",
+        kind=PartKind.PREPARE_FINALIZE,
+        target="vllm_moe_modular.prepare_finalize.deepep_high_throughput:DeepEPHighThroughputPrepareAndFinalize",
+        activation_format=ActivationFormat.STANDARD,
+        reduces=_BY_EXPERTS,
+        preference=30,
+        summary="deepep_low_latency for small steps and all captured ones, deepep_high_throughput for the others",
+        checks=(*_DEEPEP, checks.one_host, *_HIGH_THROUGHPUT[:-1], *_LOW_LATENCY[1:]),
+        declines=_NOT_SERVED,
+        requires=("triton", "deep_ep"),
+        small_steps="deepep_low_latency",
+    ),
+    Part(
+        name="deepep_high_throughput",
+        kind=PartKind.PREPARE_FINALIZE,
+        target="vllm_moe_modular.prepare_finalize.deepep_high_throughput:DeepEPHighThroughputPrepareAndFinalize",
+        activation_format=ActivationFormat.STANDARD,
+        reduces=_BY_EXPERTS,
+        preference=32,
+        summary="DeepEP for large steps, one host or many: each token once per rank; waits 100 s for a lost rank",
+        checks=(*_DEEPEP, *_HIGH_THROUGHPUT, checks.no_cuda_graph(_GRAPH)),
+        declines=_NOT_SERVED,
+        requires=("triton", "deep_ep"),
+    ),
+    Part(
+        name="deepep_low_latency",
+        kind=PartKind.PREPARE_FINALIZE,
+        target="vllm_moe_modular.prepare_finalize.deepep_low_latency:DeepEPLowLatencyPrepareAndFinalize",
+        activation_format=ActivationFormat.BATCHED,
+        reduces=frozenset({"finalize"}),
+        preference=34,
+        summary="DeepEP for small steps, one host or many, in rounds: rows into blocks; waits 100 s for a lost rank",
+        checks=(*_DEEPEP, *_LOW_LATENCY),
+        declines=_NOT_SERVED,
+        requires=("triton", "deep_ep"),
+    ),
+    Part(
+        name="pplx",
+        kind=PartKind.PREPARE_FINALIZE,
+        target="vllm_moe_modular.prepare_finalize.pplx:PplxPrepareAndFinalize",
+        activation_format=ActivationFormat.BATCHED,
+        reduces=frozenset({"finalize"}),
+        preference=36,
+        summary="pplx-kernels, one host or many, in rounds: rows into blocks; waits without limit for a lost rank",
+        checks=(
+            checks.replaceable,
+            checks.communicates,
+            checks.device_kind("cuda"),
+            checks.compute_capability(90),
+            checks.dtype_one_of("bfloat16", "float16"),
+            checks.peer_access,
+            checks.hosts_of(8),
+            checks.weighs_at_home,
+        ),
+        declines=_NOT_SERVED,
+        requires=("triton", "pplx_kernels"),
     ),
     Part(
         name="torch",

@@ -155,6 +155,92 @@ def one_host_with_peer_access(problem: Problem, device: Device) -> str | None:
     """For transports that store straight into a peer's memory."""
     if problem.hosts > 1:
         return f"the ranks are on {problem.hosts} hosts, it reaches one; choose an all-to-all over a network"
+    return peer_access(problem, device)
+
+
+def ranks_one_of(*known: int) -> Check:
+    """Of the ranks that share experts."""
+
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        if problem.ep_size == 1 or problem.ep_size in known:
+            return None
+        return f"{problem.ep_size} ranks share the experts, it takes {', '.join(map(str, known))}; choose another one"
+
+    return check
+
+
+def hosts_of(gpus: int) -> Check:
+    """For libraries that take the ranks to be on hosts of so many GPUs each, all of them in use, or on a single one."""
+
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        if problem.hosts == 1 and problem.ep_size <= gpus:
+            return None
+        if problem.ep_size == gpus * problem.hosts:
+            return None
+        return (
+            f"{problem.ep_size} ranks on {problem.hosts} host{'s'[: problem.hosts > 1]}: it takes up to {gpus} on one "
+            f"host, or {gpus} on each; choose another one"
+        )
+
+    return check
+
+
+def one_host(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For two transports that would each initialise NVSHMEM in its own way."""
+    if problem.hosts > 1:
+        return f"the ranks are on {problem.hosts} hosts, and its two modes do not yet share NVSHMEM; choose one of them"
+    return None
+
+
+def hidden_at_most(limit: int) -> Check:
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        if problem.hidden <= limit:
+            return None
+        return f"hidden size {problem.hidden} is more than {limit}, the largest that it takes; choose another one"
+
+    return check
+
+
+def top_k_at_most(limit: int) -> Check:
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        if problem.top_k <= limit:
+            return None
+        return f"each token goes to {problem.top_k} experts, it sends to {limit} at most; choose another one"
+
+    return check
+
+
+def local_experts_at_most(limit: int) -> Check:
+    def check(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+        if problem.num_local_experts <= limit:
+            return None
+        return (
+            f"{problem.num_local_experts} experts on a rank, it takes {limit} at most; spread them over more ranks or "
+            "choose another one"
+        )
+
+    return check
+
+
+def weighs_at_home(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For all-to-alls that send one row for all experts of a token and weight in finalize."""
+    if problem.router_weight_on_input and problem.top_k > 1:
+        return (
+            f"the router's weights multiply the input of {problem.top_k} experts of a token, it sends one row for all "
+            "of them; choose an all-to-all whose experts weight"
+        )
+    return None
+
+
+def not_yet_served(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """A reservation of an all-to-all that no served model was run on beside vLLM's own."""
+    if device.kind == "cuda":
+        return "not yet compared with vLLM's own all-to-alls in a served model; name it to use it"
+    return None
+
+
+def peer_access(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For transports over NVLink within a host, and over something else beyond."""
     if device.kind == "cuda" and not device.peer_access:
         return "the GPUs of this host cannot access each other's memory; choose an all-to-all over NCCL"
     return None

@@ -40,6 +40,7 @@ class Problem:
         sequence_parallel: each tensor-parallel rank holds its own slice of the tokens.
         hosts: machines that the expert-parallel ranks are spread over.
         capacity_tokens: the most tokens of any rank in one step (the scheduler's limit).
+        captured_tokens: the largest step that a CUDA graph is captured for; 0 where none is, or it is not known.
         only_vllm_experts: no experts but `vllm` know what the weights are quantised with.
         vllm_experts: why the expert kernel that vLLM chose for the layer cannot be reused; empty: it can.
         irreplaceable: why vLLM's method of the layer cannot be replaced at all; empty: it can.
@@ -64,6 +65,7 @@ class Problem:
     hosts: int = 1
     capacity_tokens: int = 8192
     cuda_graph: bool = False
+    captured_tokens: int = 0
     micro_batches: bool = False
     eplb: bool = False
     lora: bool = False

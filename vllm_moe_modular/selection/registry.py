@@ -39,6 +39,8 @@ class Part:
         declines: reasons why `auto` leaves it out although it could run; who names the part gets it.
         requires: modules that must be importable; "a or b": one of them.
         raw_weights: needs the weights as the checkpoint stores them.
+        small_steps: for an all-to-all of two, the name of the one that takes small steps, with experts of its own; all
+            else that is said here is of the one that takes the others.
         per_layer: is built for one layer and sees the server's object of it; else layers of one shape share an object.
         fp8_rows: of experts, the quant schemes with which they take rows in fp8 and would quantise them so anyway.
         provided_by: the installed distribution that it came with.
@@ -55,6 +57,7 @@ class Part:
     declines: tuple[Check, ...] = ()
     requires: tuple[str, ...] = ()
     raw_weights: bool = False
+    small_steps: str = ""
     per_layer: bool = False
     fp8_rows: tuple[str, ...] = ()
     provided_by: str = THIS_DISTRIBUTION

@@ -29,13 +29,29 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A pair that fits."""
+    """A pair that fits.
+
+    Attributes:
+        small: the pair that takes small steps, where the all-to-all is one of two.
+    """
 
     all2all: Part
     experts: Part
+    small: "Choice | None" = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All of them."""
+        return (self.all2all, self.experts, *(() if self.small is None else self.small.parts))
+
+    def takes_fp8_rows(self, problem: Problem) -> bool:
+        """Whether rows may be sent in fp8: what the experts of every pair take."""
+        rest = self.small is None or self.small.takes_fp8_rows(problem)
+        return rest and self.experts.takes_fp8_rows(problem)
 
     def __str__(self) -> str:
-        return f"{self.all2all.name} + {self.experts.name}"
+        beside = "" if self.small is None else f" (small steps: {self.small})"
+        return f"{self.all2all.name} + {self.experts.name}{beside}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +92,7 @@ class Selection:
 
     def mark(self, verdict: Verdict) -> str:
         """One of: chosen; usable; by name, where only `auto` leaves it out; no."""
-        if self.choice is not None and verdict.part in (self.choice.all2all, self.choice.experts):
+        if self.choice is not None and verdict.part in self.choice.parts:
             return "chosen"
         if verdict.objections:
             return "no"
@@ -87,7 +103,11 @@ class Selection:
         all2alls, experts = (
             [v.part for v in self.verdicts[kind] if _asked(v, self.asked_for[kind])] for kind in self.asked_for
         )
-        return [f"{a.label} + {e.label}: {pair_objection(a, e)}" for a in all2alls for e in experts]
+        return [
+            f"{a.label} + {e.label}: {pair_objection(a, e) or _small_objection(a, e, self.verdicts)}"
+            for a in all2alls
+            for e in experts
+        ]
 
     def require(self) -> Choice:
         """The choice.
@@ -126,10 +146,13 @@ def select(
         require_known(registry, kind, name)
         verdicts[kind] = tuple(_judge(p, problem, device, missing) for p in registry.of(kind))
     pairs = [
-        Choice(a.part, e.part)
+        Choice(a.part, e.part, _small_pair(a.part, e.part, verdicts))
         for a in verdicts[PartKind.PREPARE_FINALIZE]
         for e in verdicts[PartKind.EXPERTS]
-        if _asked(a, all2all) and _asked(e, experts) and fits(a.part, e.part)
+        if _asked(a, all2all)
+        and _asked(e, experts)
+        and fits(a.part, e.part)
+        and _small_objection(a.part, e.part, verdicts) is None
     ]
     best = min(pairs, key=lambda c: c.all2all.preference + c.experts.preference, default=None)
     return Selection(problem, device, asked_for, verdicts, best)
@@ -165,6 +188,48 @@ def pair_objection(all2all: Part, experts: Part) -> str | None:
         where = " and ".join(sorted(all2all.reduces))
         return f"{all2all.name} leaves the top-k weight and reduce to {where}, {experts.name} does not"
     return None
+
+
+_Verdicts = Mapping[PartKind, tuple[Verdict, ...]]
+
+
+def _small_pair(all2all: Part, experts: Part, verdicts: _Verdicts) -> Choice | None:
+    """What takes the small steps beside this pair; None: it takes them itself, or nothing does.
+
+    Reservations do not count: who names the all-to-all names both its halves. The experts read the same weights as
+    those of the pair, so that they must want them in the same layout.
+    """
+    small = next((v for v in verdicts[PartKind.PREPARE_FINALIZE] if v.part.name == all2all.small_steps), None)
+    if small is None or small.objections:
+        return None
+    able = [
+        v.part
+        for v in verdicts[PartKind.EXPERTS]
+        if not v.objections and fits(small.part, v.part) and v.part.raw_weights == experts.raw_weights
+    ]
+    best = min(able, key=lambda part: part.preference, default=None)
+    return None if best is None else Choice(small.part, best)
+
+
+def _small_objection(all2all: Part, experts: Part, verdicts: _Verdicts) -> str | None:
+    """Why nothing takes the small steps beside this pair; None: something does, or they are not apart."""
+    if not all2all.small_steps or _small_pair(all2all, experts, verdicts) is not None:
+        return None
+    by_name = {v.part.name: v for v in verdicts[PartKind.PREPARE_FINALIZE]}
+    if (small := by_name.get(all2all.small_steps)) is None:
+        return f"no all-to-all is called {all2all.small_steps}, which should take the small steps"
+    if small.objections:
+        return f"{small.part.name}, which should take the small steps, does not run: {'; '.join(small.objections)}"
+    layout = "the checkpoint's" if experts.raw_weights else "vLLM's"
+    why = [
+        f"{v.part.name}: {'; '.join(v.objections) or 'it does not'}"
+        for v in verdicts[PartKind.EXPERTS]
+        if fits(small.part, v.part)
+    ]
+    return (
+        f"no experts take the {small.part.activation_format.value} rows of {small.part.name} and read the weights in "
+        f"{layout} layout, as {experts.name} does ({', '.join(why) or 'none take such rows'})"
+    )
 
 
 def _asked(verdict: Verdict, name: str) -> bool:

@@ -71,13 +71,16 @@ class Ranks:
 
     Args:
         size: how many.
-        backend: of torch.distributed; "nccl" gives rank r the CUDA device r.
+        backend: of torch.distributed.
+        device: "cpu" or "cuda": of rank r the CUDA device r, modulo how many there are; None: as the backend has it.
+            NCCL wants a device for each rank, gloo lets ranks share one.
         poison: ranks run with `poisoned_empty`.
     """
 
-    def __init__(self, size: int, *, backend: str = "gloo", poison: bool = True) -> None:
+    def __init__(self, size: int, *, backend: str = "gloo", device: str | None = None, poison: bool = True) -> None:
         self._size = size
         self._backend = backend
+        self._device = device or ("cuda" if backend == "nccl" else "cpu")
         self._poison = poison
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -132,7 +135,7 @@ class Ranks:
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, self._size, self._backend, self._poison), daemon=True
+                target=_serve, args=(theirs, rank, self._size, self._backend, self._device, self._poison), daemon=True
             )
             process.start()
             theirs.close()
@@ -186,22 +189,40 @@ def run_ranks(
     *args: Any,
     timeout_s: float,
     backend: str = "gloo",
+    device: str | None = None,
     dying: Collection[int] = (),
     lingering: Collection[int] = (),
 ) -> list[Any]:
     """Call `fn(here, *args)` on `world_size` new ranks and return the results by rank; see `Ranks.run`."""
-    with Ranks(world_size, backend=backend) as ranks:
+    with Ranks(world_size, backend=backend, device=device) as ranks:
         return ranks.run(fn, *args, timeout_s=timeout_s, dying=dying, lingering=lingering)
 
 
-def _serve(pipe: Connection, rank: int, size: int, backend: str, poison: bool) -> None:
+def cuda_ranks(size: int, *, poison: bool = True) -> Ranks:
+    """Ranks on CUDA devices: over NCCL with one for each rank, else over gloo on shared ones.
+
+    On a shared device the kernels of two ranks take turns, so that a wait for a peer lasts milliseconds.
+    """
+    return Ranks(size, backend="gloo" if shares_devices(size) else "nccl", device="cuda", poison=poison)
+
+
+def shares_devices(size: int) -> bool:
+    """Whether there are fewer CUDA devices than ranks."""
+    import torch
+
+    return torch.cuda.device_count() < size
+
+
+def _serve(pipe: Connection, rank: int, size: int, backend: str, device: str, poison: bool) -> None:
     """The life of a rank: meet the others, then answer calls until the pipe closes."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    if device == "cuda" and backend == "gloo":
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # symmetric memory of ranks on one device
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
     from vllm_moe_modular.testing.poison import poisoned_empty
 
-    here = _meet(pipe, rank, size, backend)
+    here = _meet(pipe, rank, size, backend, device)
     _answer(pipe, lambda: None)
     with poisoned_empty() if poison else nullcontext():
         while True:
@@ -225,7 +246,7 @@ def _answer(pipe: Connection, work: Callable[[], Any]) -> None:
     pipe.send_bytes(answer)
 
 
-def _meet(pipe: Connection, rank: int, size: int, backend: str) -> Here:
+def _meet(pipe: Connection, rank: int, size: int, backend: str, device_kind: str) -> Here:
     from datetime import timedelta
 
     import torch
@@ -233,8 +254,9 @@ def _meet(pipe: Connection, rank: int, size: int, backend: str) -> Here:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    device = torch.device(device_kind)
     if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=START_S)
     if rank == 0:

@@ -140,7 +140,7 @@ def agree_on_layer(layer: MoELayer, plan: Plan, runtime: Runtime) -> ExpertPlace
         "top_k": problem.top_k,
         "hidden": problem.hidden,
         "dtype": problem.dtype,
-        "rows in fp8": plan.choice is not None and plan.choice.experts.takes_fp8_rows(problem),
+        "rows in fp8": plan.choice is not None and plan.choice.takes_fp8_rows(problem),
         "capacity_tokens": problem.capacity_tokens,
     }
     visit = runtime.visits[layer.name] = runtime.visits.get(layer.name, 0) + 1

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe import layer as vllm_layer
 from vllm.platforms import current_platform
 
 from vllm_moe_modular.modular.experts import Activation
-from vllm_moe_modular.modular.kernel import ModularKernel
+from vllm_moe_modular.modular.two_kernels import Kernel
 from vllm_moe_modular.selection.problem import Problem
 from vllm_moe_modular.vllm_adapter import adapter
 from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks, make_activation, unwrapped
@@ -149,7 +149,7 @@ class FusedMoEModularMethod(vllm_layer.FusedMoEMethodBase, torch.nn.Module):
         self.modular_forward = forward
 
     @property
-    def kernel(self) -> ModularKernel:
+    def kernel(self) -> Kernel:
         """What runs."""
         return self.modular_forward.kernel
 

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import (
 )
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from vllm_moe_modular.modular.kernel import ModularKernel
+from vllm_moe_modular.modular.two_kernels import Kernel
 from vllm_moe_modular.vllm_adapter import era_0_11_0
 from vllm_moe_modular.vllm_adapter.layer import MoELayer
 from vllm_moe_modular.vllm_adapter.method import ModularForward
@@ -27,7 +27,7 @@ class FusedMoEModularMethod(VllmFusedMoEModularMethod):
         self.modular_forward = forward
 
     @property
-    def kernel(self) -> ModularKernel:
+    def kernel(self) -> Kernel:
         """What runs."""
         return self.modular_forward.kernel
 

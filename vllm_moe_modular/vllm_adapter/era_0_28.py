@@ -26,7 +26,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import UnsupportedError
 from vllm_moe_modular.modular.experts import Activation, ExpertWeights
-from vllm_moe_modular.modular.kernel import ModularKernel
+from vllm_moe_modular.modular.two_kernels import Kernel
 from vllm_moe_modular.selection.problem import Problem
 from vllm_moe_modular.vllm_adapter import adapter
 from vllm_moe_modular.vllm_adapter.fp8_weights import fp8_scale, fp8_scheme, keep_fp8_weights
@@ -82,6 +82,7 @@ class RoutedExpertsLayer(MoELayer):
             sequence_parallel=parallel.is_sequence_parallel,
             capacity_tokens=config.max_num_tokens,
             cuda_graph=bool(config.max_capture_size),
+            captured_tokens=config.max_capture_size or 0,
             eplb=parallel.enable_eplb,
             lora=config.is_lora_enabled,
             elastic_ep=self._elastic_ep,
@@ -156,7 +157,7 @@ class PrepareFinalizeView(mk.FusedMoEPrepareAndFinalizeModular):
         return self._forward.output_is_reduced
 
     def supports_async(self) -> bool:
-        return self._forward.kernel.prepare_finalize.supports_async
+        return self._forward.kernel.supports_async
 
     def prepare(
         self, a1, topk_weights, topk_ids, num_experts, expert_map,
@@ -238,7 +239,7 @@ class FusedMoEModularMethod(VllmFusedMoEModularMethod):
         self.modular_forward = forward
 
     @property
-    def kernel(self) -> ModularKernel:
+    def kernel(self) -> Kernel:
         """What runs."""
         return self.modular_forward.kernel
 
@@ -263,7 +264,7 @@ class FusedMoEModularMethod(VllmFusedMoEModularMethod):
     ) -> torch.Tensor:
         """[T, H] of this rank's routed experts; runs the shared experts meanwhile where the all-to-all allows."""
         meanwhile = None
-        if shared_experts is not None and self.kernel.prepare_finalize.supports_async:
+        if shared_experts is not None and self.kernel.supports_async:
 
             def meanwhile() -> None:
                 shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)

@@ -8,8 +8,8 @@ import torch
 from vllm_moe_modular.errors import UnsupportedError
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import ExpertWeights
-from vllm_moe_modular.modular.kernel import ModularKernel
 from vllm_moe_modular.modular.placement import ExpertPlacement
+from vllm_moe_modular.modular.two_kernels import Kernel
 from vllm_moe_modular.vllm_adapter.layer import MoELayer
 from vllm_moe_modular.vllm_adapter.runtime import Plan
 
@@ -46,11 +46,13 @@ def maybe_make_fused_moe_modular_method(
         capacity_tokens=capacity,
         activation=layer.activation,
         low_latency_tokens=runtime.settings.low_latency_tokens,
-        fp8_rows=plan.choice.experts.takes_fp8_rows(problem),
+        fp8_rows=plan.choice.takes_fp8_rows(problem),
         layer=layer.module,
         tuned=runtime.settings.tuned,
     )
-    kernel = runtime.build_kernel(plan.choice, context)
+    # What CUDA graphs capture has to be small, so that no captured step takes the way of large ones.
+    captured = -(-problem.captured_tokens // share)
+    kernel = runtime.build_kernel(plan.choice, context, most_small=max(context.low_latency_tokens, captured))
     if reads_weights:
         runtime.workspace.reserve(
             kernel.workspace_bytes(
@@ -83,7 +85,7 @@ class ModularForward:
 
     def __init__(
         self,
-        kernel: ModularKernel,
+        kernel: Kernel,
         layer: MoELayer,
         *,
         tokens_bound: Callable[[], int | None],
@@ -94,13 +96,13 @@ class ModularForward:
         self.reads_weights = reads_weights
         self.tokens_bound = tokens_bound
         self._ranks = layer.ranks
-        sends = kernel.prepare_finalize.output_is_reduced
+        sends = kernel.output_is_reduced
         self.slices = sends and self._ranks.tp_size > 1 and not self._ranks.tokens_sliced
 
     @property
     def output_is_reduced(self) -> bool:
         """Whether the output needs no further sum over the tensor-parallel ranks."""
-        return self.kernel.prepare_finalize.output_is_reduced and not self.slices
+        return self.kernel.output_is_reduced and not self.slices
 
     def __call__(
         self,

@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from vllm_moe_modular.modular.kernel import ModularKernel
 from vllm_moe_modular.modular.trace import Tracer
+from vllm_moe_modular.modular.two_kernels import Kernel
 
 WRITE_EVERY_S = 0.5
 
@@ -41,7 +41,7 @@ class Report:
         self._thread.start()
         atexit.register(self.close)
 
-    def add_layer(self, name: str, all2all: str, experts: str, kernel: ModularKernel, *, num_experts: int) -> None:
+    def add_layer(self, name: str, all2all: str, experts: str, kernel: Kernel, *, num_experts: int) -> None:
         """A layer was swapped, and runs on `kernel`; `num_experts`: the most of them that any rank holds."""
         self._layers.append({"name": name, "all2all": all2all, "experts": experts})
         prepare_finalize = kernel.prepare_finalize

@@ -12,6 +12,7 @@ from vllm_moe_modular.modular.experts import PermuteExpertsUnpermute
 from vllm_moe_modular.modular.kernel import ModularKernel
 from vllm_moe_modular.modular.prepare_finalize import PrepareAndFinalize
 from vllm_moe_modular.modular.rank_group import RankGroup
+from vllm_moe_modular.modular.two_kernels import Kernel, TwoKernels
 from vllm_moe_modular.modular.workspace import Workspace
 from vllm_moe_modular.selection.problem import Device, Problem
 from vllm_moe_modular.selection.registry import BrokenPart, PartKind, Registry
@@ -138,8 +139,18 @@ class Runtime:
             reasons.append(named if name != AUTO else f"{kind.value} first of {fits}")
         return "; ".join(reasons)
 
-    def build_kernel(self, choice: Choice, context: BuildContext) -> ModularKernel:
-        """The kernel for a layer; its all-to-all and its experts are shared where the context is the same."""
+    def build_kernel(self, choice: Choice, context: BuildContext, *, most_small: int) -> Kernel:
+        """The kernel for a layer; its all-to-all and its experts are shared where the context is the same.
+
+        Args:
+            most_small: tokens of the fullest rank up to which a step is small, where such have parts of their own.
+        """
+        kernel = self._build_kernel(choice, context)
+        if choice.small is None:
+            return kernel
+        return TwoKernels(small=self._build_kernel(choice.small, context), large=kernel, most_small=most_small)
+
+    def _build_kernel(self, choice: Choice, context: BuildContext) -> ModularKernel:
         all2all: PrepareAndFinalize[Any] = self._shared(choice.all2all, context)
         experts: PermuteExpertsUnpermute = self._shared(choice.experts, context)
         on_error = None if self.group is None else self.group.say_raised

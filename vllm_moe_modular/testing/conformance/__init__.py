@@ -4,9 +4,10 @@
 
     check_prepare_finalize(MyPrepareAndFinalize.build, num_ranks=3).require()
 
-The ranks are real processes (gloo on CPUs, NCCL on GPUs) that are started once for all cases. With pytest, one test for
-each case: `vllm_moe_modular.testing.conformance.for_pytest`. On the command line, for a part that is installed or for a
-class: `vllm-moe-modular conformance my_transport --ranks 3`. Importing this does not import torch.
+The ranks are real processes (gloo on CPUs, NCCL on GPUs, gloo where ranks share a GPU) that are started once for all
+cases. With pytest, one test for each case: `vllm_moe_modular.testing.conformance.for_pytest`. On the command line, for
+a part that is installed or for a class: `vllm-moe-modular conformance my_transport --ranks 3`. Importing this does not
+import torch.
 """
 
 from vllm_moe_modular.testing.conformance.report import Finding, NotConformingError, Report

@@ -14,7 +14,7 @@ import pytest
 
 from vllm_moe_modular.selection.registry import PartKind
 from vllm_moe_modular.testing.conformance.report import Report
-from vllm_moe_modular.testing.conformance.run import BACKENDS, DTYPES, case_names, check_experts, check_prepare_finalize
+from vllm_moe_modular.testing.conformance.run import DTYPES, case_names, check_experts, check_prepare_finalize, ranks_on
 from vllm_moe_modular.testing.ranks import Ranks
 
 
@@ -41,7 +41,7 @@ class _Conformance:
     @classmethod
     def setup_class(cls) -> None:
         """The ranks start at the first case."""
-        cls.ranks = Ranks(cls.num_ranks, backend=BACKENDS[cls.device])
+        cls.ranks = ranks_on(cls.device, cls.num_ranks)
 
     @classmethod
     def teardown_class(cls) -> None:

@@ -10,7 +10,7 @@ from vllm_moe_modular.errors import MoEModularError, NoUsablePartError
 from vllm_moe_modular.selection.problem import Device, Problem
 from vllm_moe_modular.selection.registry import Part, PartKind
 from vllm_moe_modular.testing.conformance.report import Finding, Report
-from vllm_moe_modular.testing.ranks import Here, RankFailedError, Ranks
+from vllm_moe_modular.testing.ranks import Here, RankFailedError, Ranks, cuda_ranks, shares_devices
 
 if TYPE_CHECKING:
     from vllm_moe_modular.modular.build import BuildContext
@@ -30,7 +30,10 @@ LOSS_TIMEOUT_S = 8.0
 SCHEMES = ("fp8", "fp8 128x128")
 """Quant schemes of weights that are tried: float8_e4m3fn with a scale per output channel, or per block of 128 x 128."""
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+SHARED_DEVICE_TIMES = 10
+"""So much longer both may take where ranks share a GPU: their kernels, which wait for each other, take turns there."""
+
+DEVICES = ("cpu", "cuda")
 _MOST_RESTARTS = 2
 """Cases that the ranks did not survive, before the rest is given up: each costs seconds, and they have one cause."""
 
@@ -61,7 +64,8 @@ def check_prepare_finalize(
     Args:
         build: makes the part on each rank.
         num_ranks: two or more; with 3, some cases differ on every rank.
-        device: "cpu" (gloo) or "cuda" (NCCL, one GPU for each rank).
+        device: "cpu" (gloo) or "cuda": NCCL with one GPU for each rank; with fewer GPUs ranks share them and meet over
+            gloo.
         dtypes: that the part can move.
         cases: names; None: all.
         ranks: to run on, started and closed by the caller, `num_ranks` of them; None: new ones.
@@ -154,17 +158,18 @@ def _check(
     loss_timeout_s: float = LOSS_TIMEOUT_S,
     known: Sequence[str] = (),
 ) -> Report:
-    if device not in BACKENDS:
-        raise MoEModularError(f"device {device!r} is not known; known: {', '.join(BACKENDS)}")
+    if device not in DEVICES:
+        raise MoEModularError(f"device {device!r} is not known; known: {', '.join(DEVICES)}")
     known = known or case_names(kind, num_ranks, device)
     wanted = known if cases is None else list(cases)
     if unknown := [name for name in wanted if name not in known]:
         raise MoEModularError(f"no case is called {', '.join(map(repr, unknown))}; there are: {', '.join(known)}")
     report = Report(subject)
     restarts = 0
-    with nullcontext(ranks) if ranks is not None else Ranks(num_ranks, backend=BACKENDS[device]) as started:
+    times = SHARED_DEVICE_TIMES if device == "cuda" and shares_devices(num_ranks) else 1
+    with nullcontext(ranks) if ranks is not None else ranks_on(device, num_ranks) as started:
         for number, name in enumerate(wanted):
-            restarts += _run_case(report, started, kind, build, name, dtypes, loss_timeout_s)
+            restarts += _run_case(report, started, kind, build, name, dtypes, loss_timeout_s, times)
             if restarts == _MOST_RESTARTS and number + 1 < len(wanted):
                 rest = f"{len(wanted) - number - 1} cases, from {wanted[number + 1]!r} on"
                 report.findings.append(Finding("not run", f"{rest}: mend what is above first"))
@@ -175,6 +180,11 @@ def _check(
     return report
 
 
+def ranks_on(device: str, num_ranks: int) -> Ranks:
+    """Ranks to try a part on; they start at the first case."""
+    return cuda_ranks(num_ranks) if device == "cuda" else Ranks(num_ranks)
+
+
 def _run_case(
     report: Report,
     ranks: Ranks,
@@ -183,14 +193,15 @@ def _run_case(
     name: str,
     dtypes: Sequence[str],
     loss_timeout_s: float,
+    times: int,
 ) -> bool:
     """Run one case and note what came of it; whether its ranks had to be given up because of a fault."""
     from vllm_moe_modular.testing.conformance.prepare_finalize_cases import KILLED
 
     dying = [1] if name == KILLED else []
-    call = kind, build, name, tuple(dtypes), loss_timeout_s
+    call = kind, build, name, tuple(dtypes), loss_timeout_s * times
     try:
-        answers = ranks.run(_on_rank, *call, timeout_s=CASE_TIMEOUT_S, dying=dying)
+        answers = ranks.run(_on_rank, *call, timeout_s=CASE_TIMEOUT_S * times, dying=dying)
     except RankFailedError as error:
         what = str(error).splitlines()[0]
         report.findings.append(Finding(name, f"{what}: a rank may not hang, nor take its process down"))

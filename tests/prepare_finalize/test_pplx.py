@@ -1,0 +1,72 @@
+"""What `pplx` decides without pplx-kernels: routing in which every slot names an expert of its own."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from vllm_moe_modular.errors import MoEModularError, UnsupportedError
+from vllm_moe_modular.prepare_finalize.pplx import (
+    PplxBuffers,
+    PplxShape,
+    complete_routing,
+    load_pplx,
+    tokens_to_send,
+)
+
+SHAPE = PplxShape(tokens_per_round=4, hidden=16, itemsize=2, experts=8, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "want_ids", "want_weights"),
+    [
+        pytest.param([3, 1], [0.5, 2.0], [3, 1], [0.5, 2.0], id="nothing to do"),
+        pytest.param([-1, 1], [float("nan"), 2.0], [4, 1], [0.0, 2.0], id="a slot without"),
+        pytest.param([-1, 4], [1.0, 2.0], [3, 4], [0.0, 2.0], id="a filler that is named already"),
+        pytest.param([-1, -1], [1.0, 2.0], [4, 3], [0.0, 0.0], id="no slot has one"),
+        pytest.param([1, 1], [0.5, 2.0], [1, 4], [2.5, 0.0], id="an expert named twice"),
+        pytest.param([4, 4], [0.5, 2.0], [4, 3], [2.5, 0.0], id="a filler named twice"),
+    ],
+)
+def test_what_becomes_of_a_token(
+    ids: list[int], weights: list[float], want_ids: list[int], want_weights: list[float]
+) -> None:
+    fillers = torch.tensor([4, 3])
+    got_ids, got_weights = complete_routing(torch.tensor([ids]), torch.tensor([weights]), fillers)
+    assert got_ids.tolist() == [want_ids]
+    assert got_weights.tolist() == [want_weights]
+
+
+@pytest.mark.parametrize("K", [1, 4, 8])
+def test_any_routing_keeps_its_sum_and_names_each_expert_once(K: int) -> None:
+    g = torch.Generator().manual_seed(K)
+    ids = torch.randint(-1, 8, (300, K), generator=g)
+    weights = torch.randint(1, 5, (300, K), generator=g).float().masked_fill(ids < 0, float("nan"))
+    got_ids, got_weights = complete_routing(ids, weights, torch.randperm(8, generator=g)[:K])
+    assert all(len(set(token)) == K and min(token) >= 0 for token in got_ids.tolist())
+
+    def by_expert(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        known = torch.where(ids >= 0, weights, 0.0)
+        return torch.zeros(len(ids), 9).scatter_add_(1, ids.where(ids >= 0, 8), known)[:, :8]
+
+    assert torch.equal(by_expert(got_ids, got_weights), by_expert(ids, weights))
+
+
+def test_tokens_at_the_end_without_experts_are_not_sent() -> None:
+    assert tokens_to_send(torch.tensor([[-1, 2], [-1, -1], [0, 1], [-1, -1]])).tolist() == [3]
+    assert tokens_to_send(torch.tensor([[-1, -1]])).tolist() == [0]
+
+
+def test_a_third_call_in_flight_is_refused() -> None:
+    buffers = PplxBuffers(SHAPE, [None, None], rank=0)
+    assert [buffers.take(), buffers.take()] == [0, 1]
+    with pytest.raises(MoEModularError, match="pplx, rank 0: 2 calls are in flight already"):
+        buffers.take()
+    buffers.give_back(1)
+    assert buffers.take() == 1
+
+
+@pytest.mark.skipif(find_spec("pplx_kernels") is not None, reason="pplx-kernels is installed here")
+def test_a_missing_library_is_named_with_what_the_loader_says() -> None:
+    with pytest.raises(UnsupportedError, match=r"pplx-kernels that cannot be loaded .*'pplx_kernels'.*doctor"):
+        load_pplx()
