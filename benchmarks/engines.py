@@ -143,11 +143,14 @@ class Calls:
         return perf_counter() - start
 
     def methods(self) -> dict[str, int]:
-        """How many MoE layers run on which method."""
+        """How many MoE layers run on which method; nothing where the layers are in another process."""
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
         engine: Any = self.llm.llm_engine
-        model = engine.model_executor.driver_worker.worker.model_runner.get_model()
+        worker = getattr(engine.model_executor, "driver_worker", None)
+        if worker is None:
+            return {}
+        model = worker.worker.model_runner.get_model()
         names = [type(m.quant_method).__name__ for m in model.modules() if isinstance(m, RoutedExperts)]
         return {name: names.count(name) for name in set(names)}
 
