@@ -137,6 +137,14 @@ def test_a_named_all_to_all_that_gains_nothing_is_run_and_the_log_says_so() -> N
     assert "asked for by name although every rank already has all tokens, sending them gains nothing" in plan.why
 
 
+@pytest.mark.parametrize("flag", [{"enable_dbo": True}, {"enable_dbo": False, "ubatch_size": 2}], ids=str)
+def test_micro_batches_were_not_tried_and_are_refused_by_name(flag: dict[str, Any]) -> None:
+    worker = worker_of(Layer("a"))
+    worker.vllm_config.parallel_config = SimpleNamespace(enable_expert_parallel=False, **flag)
+    with pytest.raises(NoUsablePartError, match=r"DBO.* was not tried on a modular method; serve without --enable-dbo"):
+        Adapter(NAMED).load_model(lambda worker: None, worker)  # noqa: ARG005
+
+
 def test_a_named_part_is_never_replaced(log: pytest.LogCaptureFixture) -> None:
     layer = Layer("a")
     with pytest.raises(NoUsablePartError, match="nobody to send tokens to; pass --enable-expert-parallel"):

@@ -12,6 +12,8 @@ def replaceable(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
         return "LoRA keeps a kernel from before the swap and would be ignored; serve without --enable-lora"
     if problem.elastic_ep:
         return "elastic expert parallelism would change the ranks under a swapped layer; pass --no-enable-elastic-ep"
+    if problem.micro_batches:
+        return "a step in micro-batches (DBO) was not tried on a modular method; serve without --enable-dbo"
     if problem.pcp_size > 1:
         return "prefill context parallelism is not supported; pass --prefill-context-parallel-size 1"
     return None
@@ -63,7 +65,7 @@ def weights_one_of(*schemes: str) -> Check:
         if problem.quant_scheme == "none" and "none" not in schemes:
             return f"the weights are not quantised, it reads {', '.join(schemes)}; choose other experts"
         if problem.quant_scheme not in schemes:
-            known = ", ".join(s for s in schemes if s != "none")
+            known = ", ".join(s for s in schemes if s != "none") or "unquantised ones"
             return f"the weights are quantised ({problem.quant_scheme}), it reads {known}; use the vllm experts"
         return problem.weights_missing or None
 

@@ -6,6 +6,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,13 @@ class Adapter(ABC):
         self.vllm_config: Any = None  # of the model that is being loaded
         self._loads = 0
         self._held_bytes = 0  # by what was built for the model, of memory that torch manages
+
+    @property
+    def splits_steps(self) -> bool:
+        """Whether vLLM runs a step as micro-batches."""
+        parallel = getattr(self.vllm_config, "parallel_config", None)
+        # 0.11 has the first flag only.
+        return bool(getattr(parallel, "enable_dbo", False)) or getattr(parallel, "ubatch_size", 0) > 1
 
     @property
     @abstractmethod
@@ -131,7 +139,8 @@ class Adapter(ABC):
         """
         plan = getattr(layer.module, _PLAN, None)
         if plan is None:
-            plan = self.runtime.plan(layer.name, layer.problem)
+            problem = replace(layer.problem, micro_batches=self.splits_steps)
+            plan = self.runtime.plan(layer.name, problem)
             setattr(layer.module, _PLAN, plan)
         return plan
 
