@@ -16,13 +16,16 @@ def parse(arguments: list[list[str]]) -> list[dict[str, Any]]:
     parser = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     fields = (
-        "model_tag", "model", "data_parallel_size", "tensor_parallel_size", "enable_expert_parallel", "enforce_eager",
+        "model_tag", "model", "data_parallel_size", "data_parallel_size_local", "data_parallel_start_rank",
+        "data_parallel_address", "headless", "tensor_parallel_size", "enable_expert_parallel", "enforce_eager",
         "dtype", "additional_config",
     )  # fmt: skip
     found = []
     for given in arguments:
         args = parser.parse_args(["serve", *given])
-        found.append({field: getattr(args, field) for field in fields})
+        kv_transfer = args.kv_transfer_config
+        roles = {"kv_connector": kv_transfer.kv_connector, "kv_role": kv_transfer.kv_role} if kv_transfer else {}
+        found.append({field: getattr(args, field) for field in fields} | roles)
     return found
 
 

@@ -28,14 +28,23 @@ MODELS = {
     "qwen3_30b_a3b": ("qwen3_30b_a3b", H200),
     "deepseek_v3": ("deepseek_v3", H200),
     "gpt_oss_120b": ("gpt_oss_120b", H200),
+    "two_hosts": ("qwen3_30b_a3b", H200),
+    "two_hosts_deepep": ("qwen3_30b_a3b", H200),
+    "deepseek_v3_deepep_auto": ("deepseek_v3", H200),
+    "prefill": ("deepseek_v3", H200),
+    "decode": ("deepseek_v3", H200),
 }
 """By file, a configuration of a model of that family, and where it is served."""
+
+HOSTS = {"two_hosts": 2, "two_hosts_deepep": 2}
 
 
 def test_every_file_is_in_the_table_and_in_the_readme() -> None:
     assert {file.stem for file in FILES} == set(MODELS)
-    readme = (FOLDER / "README.md").read_text()
-    assert all(f"| `{file.name}` |" in readme for file in FILES)
+    table = [line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith("| `")]
+    assert {name for line in table for name in re.findall(r"`([^`]*)`", line.split(" | ")[0])} == {
+        file.name for file in FILES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +91,8 @@ def test_vllm_parses_it_and_the_parts_fit(file: Path, parsed: dict[tuple[str, ..
     args = parsed["--config", str(file)]
     settings = with_overrides(Settings(), (args["additional_config"] or {}).get("moe_modular", {}))
     name, device = MODELS[file.stem]
+    hosts = HOSTS.get(file.stem, 1)
+    assert args["data_parallel_size"] // (args["data_parallel_size_local"] or args["data_parallel_size"]) == hosts
     shapes = problems_from_config(
         json.loads((CONFIGS / f"{name}.json").read_text()),
         tp=args["tensor_parallel_size"],
@@ -93,11 +104,20 @@ def test_vllm_parses_it_and_the_parts_fit(file: Path, parsed: dict[tuple[str, ..
     )
     for shape in shapes:
         graphs = device.kind == "cuda" and not args["enforce_eager"]
-        problem = replace(shape.problem, cuda_graph=graphs)
+        problem = replace(shape.problem, cuda_graph=graphs, hosts=hosts)
         chosen = select(
             full_registry(), problem, device, all2all=settings.all2all, experts=settings.experts, missing={}
         )
         chosen.require()
+
+
+def test_one_server_of_the_split_fills_the_cache_that_the_other_reads(
+    parsed: dict[tuple[str, ...], dict[str, Any]],
+) -> None:
+    prefill, decode = (parsed["--config", str(FOLDER / f"{name}.yaml")] for name in ("prefill", "decode"))
+    assert (prefill["kv_role"], decode["kv_role"]) == ("kv_producer", "kv_consumer")
+    assert prefill["kv_connector"] == decode["kv_connector"]
+    assert prefill["model"] == decode["model"]
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.env")), ids=lambda file: file.stem)
