@@ -18,6 +18,7 @@ from vllm_moe_modular.selection.builtin import builtin_registry
 from vllm_moe_modular.selection.problem import Device, Problem
 from vllm_moe_modular.selection.registry import PartKind
 from vllm_moe_modular.selection.select import select
+from vllm_moe_modular.settings import Settings
 
 TWO_RANKS = Problem(num_experts=8, num_local_experts=4, top_k=2, hidden=64, intermediate=32, dp_size=2, ep_size=2)
 
@@ -113,6 +114,29 @@ def test_the_quickstart_says_rightly_what_auto_does(capsys: pytest.CaptureFixtur
     assert "left to vLLM" in capsys.readouterr().out
     assert main([*named[1:2], str(config), *named[3:]]) == 0
     assert "run on nvlink + triton" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("all2all", "ranks", "hosts"), [("nvlink", 2, 1), ("allgather", 16, 2)], ids=["one NVLink host", "several hosts"]
+)
+def test_the_quickstart_shows_the_line_that_is_logged_on_gpus(
+    all2all: str, ranks: int, hosts: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = pytest.importorskip("vllm_moe_modular.vllm_adapter.runtime")
+    qwen3 = Problem(
+        num_experts=128, num_local_experts=128 // ranks, top_k=8, hidden=2048, intermediate=768, dp_size=ranks,
+        ep_size=ranks, hosts=hosts, cuda_graph=True,
+    )  # fmt: skip
+    settings = Settings(enabled=True, all2all=all2all, experts="triton")
+    made = runtime.Runtime(settings, Device(kind="cuda", sm=90, peer_access=True))
+    plan = made.plan("any", qwen3)
+    for layer in range(48):
+        made.record(f"run on {plan.choice} ({plan.why})", f"model.layers.{layer}.mlp.experts")
+    monkeypatch.setattr(runtime.logger, "propagate", True)
+    with caplog.at_level("INFO", logger=runtime.logger.name):
+        made.summarise()
+    (logged,) = [record.getMessage() for record in caplog.records]
+    assert logged in (DOCS / "quickstart.md").read_text().splitlines()
 
 
 def test_support_for_a_release(tmp_path: Path) -> None:
