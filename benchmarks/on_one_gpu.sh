@@ -9,6 +9,9 @@
 #   tune     a tuned table in OUT_DIR/tuned, which `experts` takes        7 minutes; fails while cells are left: run it again
 #   tokens   tiny checkpoints served with and without the plugin          5 minutes
 #   speed    tokens per second with and without the plugin                3 minutes
+#   kit      the conformance kit on every part, ranks sharing the GPU     minutes
+#   all2all  nvlink and DeepEP on two ranks that share the GPU            2 minutes
+#   ranks    tiny checkpoints served over two ranks that share the GPU    2 minutes for a model; an NCCL from 2.30 on in NCCL
 #
 # vLLM takes part in `experts` where it can be imported; `tokens` and `speed` need it, and the package installed.
 set -uo pipefail
@@ -54,6 +57,20 @@ for part in "$@"; do
                 --models qwen3_moe:fp8_block qwen3_moe:fp8_channel --experts triton vllm
         ;;
     speed) run 300 python -m benchmarks.serving speed --out "$out/speed.jsonl" --profile ;;
+    kit)
+        for name in triton triton_batched deep_gemm deep_gemm_batched triton_or_deep_gemm torch local nvlink allgather; do
+            run 90 $cli conformance $name --device cuda || faulty=1
+        done
+        [ -z "${faulty:-}" ]
+        ;;
+    all2all) run 240 python -m benchmarks.deepep_smoke --ranks 2 --timeout 40 --log "$out/all2all.errors" ;;
+    ranks)
+        export LD_PRELOAD=${NCCL:?the path of libnccl.so.2 from 2.30 on} VLLM_NCCL_SO_PATH=$NCCL
+        run 400 python -m benchmarks.serving tokens --out "$out/ranks.jsonl" --ranks 2 \
+            --models qwen3_moe qwen3_moe:fp8_block deepseek_v3 --all2all nvlink allgather &&
+            run 200 python -m benchmarks.serving tokens --out "$out/ranks_deepep.jsonl" --ranks 2 \
+                --models qwen3_moe:fp8_block --all2all deepep_low_latency --experts triton_batched
+        ;;
     *)
         echo "no part '$part'" >&2
         exit 2
