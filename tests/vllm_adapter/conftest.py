@@ -6,4 +6,4 @@ try:
 except IncompatibleVllmError:
     installed = "none"
 if installed != "era_0_28":
-    collect_ignore = ["test_era_0_28.py", "test_vllm_experts.py"]  # real classes of those releases
+    collect_ignore = ["test_era_0_28.py", "test_graphs.py", "test_vllm_experts.py"]  # real classes of those releases

@@ -195,6 +195,9 @@ def _select(registry: Registry, shape: LayerShape, options: argparse.Namespace) 
         capacity_tokens=options.max_num_batched_tokens,
         cuda_graph=on_gpu and not options.enforce_eager,
     )
+    named = {PartKind.PREPARE_FINALIZE: options.all2all, PartKind.EXPERTS: options.experts}
+    if problem.cuda_graph and any(part.cannot_be_captured for part in registry.named(named)):
+        problem = replace(problem, cuda_graph=False, between_graphs=True)  # as a server is then configured
     # What is installed on this machine says nothing of the one that is asked about.
     return select(registry, problem, device, all2all=options.all2all, experts=options.experts, missing={})
 

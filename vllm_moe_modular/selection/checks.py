@@ -251,7 +251,10 @@ def peer_access(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
 def no_cuda_graph(why: str) -> Check:
     def check(problem: Problem, device: Device) -> str | None:
         if device.kind == "cuda" and problem.cuda_graph:
-            return f"cannot be captured in a CUDA graph ({why}); pass --enforce-eager"
+            return (
+                f"cannot be captured in a CUDA graph ({why}); name it, so that MoE layers run between graphs where "
+                "vLLM compiles in pieces, or pass --enforce-eager"
+            )
         return None
 
     return check

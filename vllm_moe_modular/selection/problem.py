@@ -41,6 +41,8 @@ class Problem:
         hosts: machines that the expert-parallel ranks are spread over.
         capacity_tokens: the most tokens of any rank in one step (the scheduler's limit).
         captured_tokens: the largest step that a CUDA graph is captured for; 0 where none is, or it is not known.
+        cuda_graph: graphs capture the layer.
+        between_graphs: they capture the model around it, in pieces.
         only_vllm_experts: no experts but `vllm` know what the weights are quantised with.
         vllm_experts: why the expert kernel that vLLM chose for the layer cannot be reused; empty: it can.
         irreplaceable: why vLLM's method of the layer cannot be replaced at all; empty: it can.
@@ -65,6 +67,7 @@ class Problem:
     hosts: int = 1
     capacity_tokens: int = 8192
     cuda_graph: bool = False
+    between_graphs: bool = False
     captured_tokens: int = 0
     micro_batches: bool = False
     eplb: bool = False
@@ -98,5 +101,9 @@ class Problem:
         told = [", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "PCP")]
         told += ["sequence parallel"] if self.sequence_parallel else []
         told += [f"{self.hosts} host{'s'[: self.hosts > 1]}", f"up to {self.capacity_tokens} tokens per rank and step"]
-        graph, ubatch = ("CUDA graphs", self.cuda_graph), ("micro-batches", self.micro_batches)
-        return "; ".join([*told, *(name for name, on in (graph, ubatch) if on)])
+        more = {
+            "CUDA graphs": self.cuda_graph,
+            "between CUDA graphs": self.between_graphs,
+            "micro-batches": self.micro_batches,
+        }
+        return "; ".join([*told, *(name for name, on in more.items() if on)])

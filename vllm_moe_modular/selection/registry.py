@@ -1,7 +1,7 @@
 """Parts by name. One entry per part; importing this module imports no kernel, no torch and no vLLM."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,6 +16,9 @@ Check = Callable[[Problem, Device], str | None]
 
 _FP8_ROW_GROUP = 128
 """Columns of a row in fp8 that share a scale: `StandardRows.x_scale`."""
+
+_GPU = Device(kind="cuda", sm=90, peer_access=True)
+_IN_NO_GRAPH = Problem(num_experts=8, num_local_experts=4, top_k=2, hidden=2048, intermediate=768, dp_size=2, ep_size=2)
 
 THIS_DISTRIBUTION = "vllm-moe-modular"
 
@@ -74,6 +77,13 @@ class Part:
     def reservations(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Why `auto` leaves it out."""
         return tuple(why for check in self.declines if (why := check(problem, device)))
+
+    @property
+    def cannot_be_captured(self) -> str:
+        """What its checks have against CUDA graphs, without the remedy; empty: they can capture it."""
+        free = set(self.objections(_IN_NO_GRAPH, _GPU))
+        said = self.objections(replace(_IN_NO_GRAPH, cuda_graph=True), _GPU)
+        return next((why.partition(";")[0] for why in said if why not in free), "")
 
     def takes_fp8_rows(self, problem: Problem) -> bool:
         """Whether an all-to-all may send a layer's rows to these experts in fp8."""
@@ -150,6 +160,10 @@ class Registry:
     def broken_named(self, kind: PartKind, name: str) -> list[BrokenPart]:
         """Those that a user means by `name`."""
         return [b for b in self.broken if (b.kind, b.name) == (kind, name)]
+
+    def named(self, names: Mapping[PartKind, str]) -> list[Part]:
+        """The parts that a user named, by kind, of those that are known; "auto" names none."""
+        return [part for (kind, name), part in self._parts.items() if names.get(kind) == name]
 
     def of(self, kind: PartKind) -> Iterator[Part]:
         """The parts of one kind, best first."""

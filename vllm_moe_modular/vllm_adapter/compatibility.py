@@ -109,6 +109,12 @@ _SINCE_0_28: tuple[Expectation, ...] = (
         for field in ("dp_size", "pcp_size", "ep_size", "ep_rank", "enable_eplb", "is_sequence_parallel")
     ),
     Reads("vllm.config.parallel:ParallelConfig.enable_elastic_ep"),
+    Overrides("vllm.config.vllm:VllmConfig.__post_init__", ()),
+    Calls("vllm.config.compilation:CompilationConfig.splitting_ops_contain_attention", ()),
+    *(
+        Reads(f"vllm.config.compilation:CompilationConfig.{field}")
+        for field in ("mode", "splitting_ops", "cudagraph_mode", "use_inductor_graph_partition")
+    ),
     Overrides("vllm.v1.worker.gpu_worker:Worker.load_model", ("load_dummy_weights",)),
     Reads("vllm.v1.worker.gpu_worker:Worker.reload_weights"),
     Reads(f"{_MOE}.prepare_finalize.no_dp_ep:MoEPrepareAndFinalizeNoDPEPModular"),

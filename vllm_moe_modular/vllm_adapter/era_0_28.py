@@ -24,15 +24,17 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from vllm_moe_modular.activation_format import ActivationFormat
-from vllm_moe_modular.errors import UnsupportedError
+from vllm_moe_modular.errors import SettingsError, UnsupportedError
 from vllm_moe_modular.modular.experts import Activation, ExpertWeights
 from vllm_moe_modular.modular.two_kernels import Kernel
 from vllm_moe_modular.selection.problem import Problem
 from vllm_moe_modular.vllm_adapter import adapter
 from vllm_moe_modular.vllm_adapter.fp8_weights import fp8_scale, fp8_scheme, keep_fp8_weights
+from vllm_moe_modular.vllm_adapter.graphs import moe_is_outside_graphs, take_moe_out_of_graphs
 from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks, make_activation, unwrapped
 from vllm_moe_modular.vllm_adapter.method import ModularForward, no_modular_form
 from vllm_moe_modular.vllm_adapter.patches import Patch
+from vllm_moe_modular.vllm_adapter.runtime import logger, named_parts
 from vllm_moe_modular.vllm_adapter.vllm_experts import VllmExperts, why_not_reusable
 
 _FORMATS = {
@@ -47,11 +49,12 @@ class RoutedExpertsLayer(MoELayer):
     module: Any
 
     def __init__(
-        self, routed_experts: RoutedExperts, runner: MoERunner | None = None, *, elastic_ep: bool = False
+        self, routed_experts: RoutedExperts, runner: MoERunner | None = None, *, vllm_config: Any = None
     ) -> None:
         super().__init__(routed_experts)
         self._runner: Any = runner  # None while the weights are still being loaded
-        self._elastic_ep = elastic_ep
+        self._elastic_ep = vllm_config is not None and vllm_config.parallel_config.enable_elastic_ep
+        self._between_graphs = vllm_config is not None and moe_is_outside_graphs(vllm_config.compilation_config)
 
     @property
     def name(self) -> str:
@@ -81,8 +84,9 @@ class RoutedExpertsLayer(MoELayer):
             ep_size=parallel.ep_size,
             sequence_parallel=parallel.is_sequence_parallel,
             capacity_tokens=config.max_num_tokens,
-            cuda_graph=bool(config.max_capture_size),
-            captured_tokens=config.max_capture_size or 0,
+            cuda_graph=bool(config.max_capture_size) and not self._between_graphs,
+            between_graphs=self._between_graphs,
+            captured_tokens=0 if self._between_graphs else config.max_capture_size or 0,
             eplb=parallel.enable_eplb,
             lora=config.is_lora_enabled,
             elastic_ep=self._elastic_ep,
@@ -311,6 +315,13 @@ class Adapter(adapter.Adapter):
                 )
             ),
             Patch(
+                target="vllm.config.vllm:VllmConfig.__post_init__",
+                wrapper=self.configure,
+                why="MoE layers on a part that CUDA graphs cannot capture have to be splitting ops",
+                upstream="vLLM turns CUDA graphs off altogether for such a backend of its own",
+                remove_when="an all-to-all can say in vLLM that it is not to be captured",
+            ),
+            Patch(
                 target="vllm.v1.worker.gpu_worker:Worker.reload_weights",
                 wrapper=self.reload_weights,
                 why="vLLM's weight loaders go by the class name of the quant method and would misread some checkpoints",
@@ -326,6 +337,16 @@ class Adapter(adapter.Adapter):
                 remove_when="vLLM has such a hook again",
             ),
         )
+
+    def configure(self, original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        """In the place of `VllmConfig.__post_init__`, in every process that makes one: what the named parts need."""
+        original(config, *args, **kwargs)
+        try:
+            settings = adapter.engine_settings(self.environment, config.additional_config)
+        except SettingsError:
+            return  # the workers say so before they load
+        if settings.enabled and (told := take_moe_out_of_graphs(config.compilation_config, named_parts(settings))):
+            logger.info("moe_modular: %s", told)
 
     def _visit(self, original: None, runner: MoERunner) -> None:
         self.init_prepare_finalize(self._layer(runner.routed_experts, runner))
@@ -348,8 +369,7 @@ class Adapter(adapter.Adapter):
         return self._layer(module) if isinstance(module, RoutedExperts) else None
 
     def _layer(self, module: RoutedExperts, runner: MoERunner | None = None) -> MoELayer:
-        elastic_ep = self.vllm_config is not None and self.vllm_config.parallel_config.enable_elastic_ep
-        return RoutedExpertsLayer(module, runner, elastic_ep=elastic_ep)
+        return RoutedExpertsLayer(module, runner, vllm_config=self.vllm_config)
 
     def layers(self, model_runner: Any) -> list[MoELayer]:
         drafter = getattr(model_runner, "drafter", None) or getattr(model_runner, "speculator", None)

@@ -15,7 +15,7 @@ from vllm_moe_modular.modular.rank_group import RankGroup
 from vllm_moe_modular.modular.two_kernels import Kernel, TwoKernels
 from vllm_moe_modular.modular.workspace import Workspace
 from vllm_moe_modular.selection.problem import Device, Problem
-from vllm_moe_modular.selection.registry import BrokenPart, PartKind, Registry
+from vllm_moe_modular.selection.registry import BrokenPart, Part, PartKind, Registry
 from vllm_moe_modular.selection.select import AUTO, Choice, Selection, require_known, select
 from vllm_moe_modular.selection.third_party import full_registry
 from vllm_moe_modular.settings import Settings
@@ -185,6 +185,11 @@ class Runtime:
             which = first if len(names) == 1 else f"{first} to {last}"
             logger.info("moe_modular: %d MoE layer%s (%s): %s", len(names), "s"[: len(names) > 1], which, outcome)
         self.outcomes.clear()
+
+
+def named_parts(settings: Settings) -> list[Part]:
+    """The parts that the user named, of those that are known here."""
+    return full_registry().named({PartKind.PREPARE_FINALIZE: settings.all2all, PartKind.EXPERTS: settings.experts})
 
 
 def this_device() -> Device:
