@@ -36,4 +36,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: 3_read_a_trace.py FOLDER, the one that VLLM_MOE_MODULAR_TRACE named")
     main(Path(sys.argv[1]))

@@ -66,7 +66,10 @@ def main() -> int:
     parser.add_argument("--gpus-per-host", type=int, default=0)
     parser.add_argument("serve", nargs="+", metavar="-- ARGUMENTS", help="of vllm serve")
     o = parser.parse_args()
-    import ray
+    try:
+        import ray
+    except ImportError:
+        raise SystemExit("serve_on_hosts.py: Ray is not installed here; pip install ray, on every host") from None
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Placed
 
     ray.init(address="auto")

@@ -58,10 +58,29 @@ def test_public_models_get_an_answer_in_which_nothing_is_left_unsaid(config: Pat
 
 
 def test_all_reasons_of_a_candidate_are_printed_and_nothing_fitting_is_status_1(capsys: Captured) -> None:
-    status, printed = explain(capsys, CONFIGS / "deepseek_v3.json", "--dp", 8, "--gpu", "h200", "--experts", "torch")
+    named = ("--experts", "deep_gemm_batched", "--dtype", "float16")
+    status, printed = explain(capsys, CONFIGS / "deepseek_v3.json", "--dp", 8, "--gpu", "h200", *named)
     assert status == 1
-    assert "58 MoE layers (3-60): start-up stops: experts torch cannot run them" in printed
-    assert "cannot be captured in a CUDA graph (the host loops over the experts that have rows); pass --enf" in printed
+    assert "58 MoE layers (3-60): start-up stops: nothing runs them on experts deep_gemm_batched\n" in printed
+    assert re.search(r"no +deep_gemm_batched +dtype float16 is not one of bfloat16; pass --dtype bfloat16", printed)
+
+
+def test_what_would_run_if_it_were_named_is_told(capsys: Captured) -> None:
+    would = "--all2all nvlink --experts triton_or_deep_gemm would run"
+    assert (
+        f"left to vLLM: nothing fits that auto takes; {would}" in explain(capsys, QWEN, "--dp", 2, "--gpu", "h200")[1]
+    )
+    named = explain(capsys, QWEN, "--dp", 2, "--gpu", "h200", "--all2all", "nvlink")[1]
+    assert f"start-up stops: nothing runs them on all-to-all nvlink with what auto takes; {would}" in named
+
+
+def test_a_part_that_no_graph_captures_runs_between_graphs_where_it_is_named(capsys: Captured) -> None:
+    arguments = ("--dp", 2, "--gpu", "h200", "--experts", "triton")
+    status, printed = explain(capsys, QWEN, *arguments, "--all2all", "torch")
+    assert status == 0
+    assert "between CUDA graphs" in printed
+    _, auto = explain(capsys, QWEN, *arguments)
+    assert re.search(r"by name +torch +cannot be captured in a CUDA graph", auto)
 
 
 def test_weights_that_experts_do_not_read_are_named_with_what_they_read(capsys: Captured) -> None:
@@ -91,15 +110,17 @@ def test_an_all_to_all_of_two_is_told_with_what_takes_the_small_steps(capsys: Ca
     shape = as_json(capsys, QWEN, *arguments)["shapes"][0]
     assert shape["choice"] == {"all2all": "deepep_auto", "experts": "triton", "small_steps": small}
     _, printed = explain(capsys, QWEN, *arguments)
-    assert (
-        "run on deepep_auto + triton (small steps: deepep_low_latency + triton_batched) (needs triton, deep" in printed
-    )
+    pairs = "deepep_auto + triton (small steps: deepep_low_latency + triton_batched)"
+    assert f"run on {pairs} (the server needs triton, deep" in printed
     assert len(re.findall("^ +chosen ", printed, re.MULTILINE)) == 4
 
 
 def test_tensor_parallelism_alone_says_that_an_all_to_all_gains_nothing(capsys: Captured) -> None:
     _, printed = explain(capsys, QWEN, "--tp", 2, "--gpu", "cpu", "--all2all", "allgather")
-    assert re.search("chosen +allgather +every rank already has all tokens, sending them gains nothing", printed)
+    assert re.search(
+        "chosen +allgather +asked for by name although every rank already has all tokens, sending them gains nothing",
+        printed,
+    )
 
 
 @pytest.mark.parametrize(("more", "hosts"), [((), 4), (("--hosts", 2), 2)])
@@ -172,4 +193,4 @@ sys.exit(main(["explain", {str(QWEN)!r}, "--dp", "8", "--gpu", "h200", "--all2al
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "run on nvlink + triton (needs triton there)" in done.stdout
+    assert "run on nvlink + triton (the server needs triton)" in done.stdout

@@ -52,7 +52,7 @@ def test_a_check_is_what_empties_the_cell_of_a_feature() -> None:
     registry.add(next(p for p in builtin_registry().of(PartKind.PREPARE_FINALIZE) if p.name == "local"))
     made = tables(registry)
     assert row(made, "What experts can do", "CUDA graphs", "captured") == ["yes", ""]
-    assert "- cannot be captured in a CUDA graph (why); pass --enforce-eager" in made
+    assert "- cannot be captured in a CUDA graph (why); name it, so that" in made
 
 
 @pytest.mark.parametrize("group", ["format", "hosts", "CUDA graphs", "EPLB", "DBO", "LoRA", "router"])

@@ -85,7 +85,8 @@ def read_config(model: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ExplainError(
-            f"{file} does not exist; give a model's folder on this machine, or its config.json; nothing is downloaded"
+            f"{file} does not exist; give a model's folder on this machine, or its config.json, which 'hf download "
+            "MODEL config.json' gets; nothing is downloaded here"
         ) from None
     except OSError as error:
         raise ExplainError(f"{file} cannot be read: {error.strerror}") from None
@@ -100,11 +101,18 @@ def outcome(selection: Selection) -> str:
     """What a server would do with such layers."""
     if selection.choice is not None:
         needs = dict.fromkeys(module for part in selection.choice.parts for module in part.requires)
-        return f"run on {selection.choice}" + (f" (needs {', '.join(needs)} there)" if needs else "")
+        return f"run on {selection.choice}" + (f" (the server needs {', '.join(needs)})" if needs else "")
     named = [f"{kind.value} {name}" for kind, name in selection.asked_for.items() if name != AUTO]
+    by_name = selection.by_name()
     if named:
-        return f"start-up stops: {' and '.join(named)} cannot run them"
-    return "left to vLLM: nothing fits that auto takes"
+        told = f"start-up stops: nothing runs them on {' and '.join(named)}"
+        return told if by_name is None else f"{told} with what auto takes; {_asking_for(by_name)} would run"
+    told = "left to vLLM: nothing fits that auto takes"
+    return told if by_name is None else f"{told}; {_asking_for(by_name)} would run"
+
+
+def _asking_for(choice: Choice) -> str:
+    return f"--all2all {choice.all2all.name} --experts {choice.experts.name}"
 
 
 def as_text(

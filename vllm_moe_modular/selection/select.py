@@ -76,6 +76,20 @@ class Selection:
                         seen.setdefault(reason)
         return "; ".join(seen) or "no all-to-all and experts of the same format fit"
 
+    def by_name(self) -> Choice | None:
+        """The best pair that would run if both parts were named, as far as they were not; None: there is none."""
+        able = {
+            kind: [v for v in verdicts if self.asked_for[kind] in (AUTO, v.part.name) and self.mark(v) != "no"]
+            for kind, verdicts in self.verdicts.items()
+        }
+        pairs = [
+            Choice(a.part, e.part)
+            for a in able[PartKind.PREPARE_FINALIZE]
+            for e in able[PartKind.EXPERTS]
+            if fits(a.part, e.part) and _small_objection(a.part, e.part, self.verdicts) is None
+        ]
+        return min(pairs, key=lambda c: c.all2all.preference + c.experts.preference, default=None)
+
     def explain(self) -> str:
         """The whole table: the question, then every candidate with each of its reasons on a line of its own."""
         lines = [f"layer   {self.problem.layer}", f"served  {self.problem.serving}", f"device  {self.device}"]
@@ -83,19 +97,26 @@ class Selection:
         for kind, verdicts in self.verdicts.items():
             lines.append(f"{kind.value} (asked for: {self.asked_for[kind]})")
             for v in verdicts:
-                told = (*v.objections, *v.reservations) or (v.part.summary,)
+                told = self._told(v)
                 first = f"  {self.mark(v):>7}  {v.part.label:<{width}}  {told[0]}"
                 lines += [first.rstrip(), *(f"{'':{13 + width}}{more}" for more in told[1:])]
         if self.choice is None and (pairs := self._pairs_that_do_not_fit()):
             lines += ["pairs", *(f"       no  {pair}" for pair in pairs)]
         return "\n".join(lines)
 
+    def _told(self, verdict: Verdict) -> tuple[str, ...]:
+        against = [reason.partition(";")[0] for reason in verdict.reservations]
+        if self.mark(verdict) == "chosen" and against:
+            return tuple(f"asked for by name although {reason}" for reason in against)
+        return (*verdict.objections, *verdict.reservations) or (verdict.part.summary,)
+
     def mark(self, verdict: Verdict) -> str:
         """One of: chosen; usable; by name, where only `auto` leaves it out; no."""
         if self.choice is not None and verdict.part in self.choice.parts:
             return "chosen"
         if verdict.objections:
-            return "no"
+            between = verdict.part.cannot_be_captured  # which naming the part does away with
+            return "by name" if between and all(why.startswith(between) for why in verdict.objections) else "no"
         return "usable" if verdict.usable(self.asked_for[verdict.part.kind]) else "by name"
 
     def _pairs_that_do_not_fit(self) -> list[str]:

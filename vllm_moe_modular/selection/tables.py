@@ -170,14 +170,19 @@ def _pair_mark(all2all: Part, experts: Part) -> str:
 
 
 def _situations(parts: Sequence[Part]) -> list[str]:
-    note = 'yes: `auto` may choose it; "by name": it can, and `auto` leaves it out; empty: it cannot.'
+    note = (
+        'yes: `auto` may choose it; "by name": it can, and `auto` leaves it out; "between graphs": it can where it is '
+        "named, and MoE layers run between CUDA graphs; empty: it cannot. Without CUDA graphs (`--enforce-eager`) but "
+        "where they are told of."
+    )
     rows = [(s.name, *(_mark(p, s) for p in parts)) for s in SITUATIONS]
     return [note, _table(("", *(f"`{p.name}`" for p in parts)), rows)]
 
 
 def _mark(part: Part, situation: Situation) -> str:
-    if part.objections(situation.problem, situation.device):
-        return ""
+    if objections := part.objections(situation.problem, situation.device):
+        between = part.cannot_be_captured
+        return "between graphs" if between and all(why.startswith(between) for why in objections) else ""
     return "by name" if part.reservations(situation.problem, situation.device) else "yes"
 
 

@@ -19,7 +19,7 @@ def made_beside(out: Path, *, force: bool) -> Iterator[Path]:
     if out.is_file():
         raise CheckpointError(f"{out} is a file; name a folder")
     if out.is_dir() and any(out.iterdir()) and not force:
-        raise CheckpointError(f"{out} is not empty; name another folder, or pass --force (force=True) to replace files")
+        raise CheckpointError(f"{out} is not empty; name another folder, or pass --force to replace files")
     others = sorted(f.name for f in out.glob("*.safetensors*") if f.name != "model.safetensors") if out.is_dir() else []
     if others:
         raise CheckpointError(
