@@ -37,9 +37,10 @@ def test_every_variable_reaches_its_field() -> None:
     )
 
 
-def test_a_misspelt_variable_names_the_close_one_and_lists_all() -> None:
+@pytest.mark.parametrize("name", ["VLLM_MOE_MODULAR_ALLTOALL", "VLLM_MOE_MODULARALL2ALL"])
+def test_a_misspelt_variable_names_the_close_one_and_lists_all(name: str) -> None:
     with pytest.raises(SettingsError) as error:
-        from_environment({"VLLM_MOE_MODULAR_ALLTOALL": "torch"})
+        from_environment({name: "torch"})
     assert "did you mean VLLM_MOE_MODULAR_ALL2ALL?" in str(error.value)
     assert all(v.name in str(error.value) for v in VARIABLES)
 
@@ -58,6 +59,7 @@ def test_a_misspelt_variable_names_the_close_one_and_lists_all() -> None:
         ("VLLM_MOE_MODULAR_TIMEOUT_S", "nan", "from 0.001"),
         ("VLLM_MOE_MODULAR_TRACE_EVERY", "0", "1 or more"),
         ("VLLM_MOE_MODULAR_ALL2ALL", "", "name of a part"),
+        ("VLLM_MOE_MODULAR_TUNED", " ", "not blanks alone"),
     ],
 )
 def test_a_bad_value_says_what_the_variable_takes(name: str, value: str, takes: str) -> None:

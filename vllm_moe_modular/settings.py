@@ -94,6 +94,8 @@ def _seconds(value: Any) -> float:
 def _folder(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ValueError("takes a folder")
+    if value and not value.strip():
+        raise ValueError("takes a folder, not blanks alone")
     return value or None
 
 
@@ -156,7 +158,7 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
         SettingsError: a variable with our prefix is not known, or its value is not one it takes.
     """
     known = {v.name: v for v in VARIABLES}
-    given = {name: value for name, value in environ.items() if name == PREFIX or name.startswith(PREFIX + "_")}
+    given = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
     return replace(Settings(), **_parse(given, known, what="environment variable"))
 
 

@@ -142,6 +142,13 @@ def test_every_misspelt_or_bad_variable_is_a_problem(monkeypatch: Patch) -> None
     assert found["parts"].problems == ["VLLM_MOE_MODULAR_ALL2ALL=ring names no all-to-all; known: auto, theirs"]
 
 
+@pytest.mark.parametrize("name", ["/nowhere", 5000 * "x"], ids=["missing", "too long"])
+def test_a_folder_of_tuned_tables_that_is_none_is_a_problem(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(probes, "ask", answering({"parts": PARTS}))
+    (problem,) = doctor.examine({"VLLM_MOE_MODULAR_TUNED": name})["variables"].problems
+    assert "is no folder; name the one" in problem
+
+
 @pytest.fixture
 def module_on_path(tmp_path: Path, monkeypatch: Patch) -> Any:
     """Makes a module that processes of probes find too."""

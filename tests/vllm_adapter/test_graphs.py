@@ -1,5 +1,7 @@
 """vllm_adapter.graphs on vLLM's own compilation configuration: what a part that cannot be captured changes in it."""
 
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +33,7 @@ def compiled(graphs: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE, **more: A
 def test_a_part_that_cannot_be_captured_runs_between_graphs(mode: CUDAGraphMode) -> None:
     config = compiled(mode)
     told = take_moe_out_of_graphs(config, parts(all2all="deepep_high_throughput", experts="triton"))
-    assert "deepep_high_throughput cannot be captured" in told
+    assert "all-to-all deepep_high_throughput cannot be captured" in told
     assert "PIECEWISE" in told
     assert config.cudagraph_mode == CUDAGraphMode.PIECEWISE
     assert set(MOE_OPS) < set(config.splitting_ops or ())
@@ -62,6 +64,15 @@ def test_all_else_stays_as_it_is(config: CompilationConfig, names: dict[str, str
     assert not moe_is_outside_graphs(config)
 
 
+def configured(settings: Settings, additional_config: Mapping[str, Any] | None = None, *, is_moe: bool = True) -> bool:
+    """Whether MoE layers are outside graphs once vLLM has made its configuration, as on a GPU."""
+    config = VllmConfig(additional_config=dict(additional_config or {}))
+    config.compilation_config = compiled()
+    object.__setattr__(config, "model_config", SimpleNamespace(is_moe=is_moe))  # of a checkpoint, which there is none
+    Adapter(settings).configure(lambda _: None, config)
+    return moe_is_outside_graphs(config.compilation_config)
+
+
 @pytest.mark.parametrize(
     ("settings", "changes"),
     [
@@ -72,24 +83,16 @@ def test_all_else_stays_as_it_is(config: CompilationConfig, names: dict[str, str
     ids=["named", "auto", "off"],
 )
 def test_it_follows_the_settings(settings: Settings, changes: bool) -> None:
-    def made(config: VllmConfig) -> None:
-        """As vLLM leaves it on a GPU."""
-        config.compilation_config = compiled()
-
-    config = VllmConfig()
-    Adapter(settings).configure(made, config)
-    assert moe_is_outside_graphs(config.compilation_config) is changes
+    assert configured(settings) is changes
 
 
 def test_the_engines_own_configuration_wins() -> None:
-    config = VllmConfig(additional_config={"moe_modular": {"all2all": "torch"}})
-    config.compilation_config = compiled()
-    Adapter(Settings(enabled=True)).configure(lambda _: None, config)
-    assert moe_is_outside_graphs(config.compilation_config)
+    assert configured(Settings(enabled=True), {"moe_modular": {"all2all": "torch"}})
 
 
 def test_what_is_wrong_in_it_is_left_to_the_workers_to_say() -> None:
-    config = VllmConfig(additional_config={"moe_modular": {"all_to_all": "torch"}})
-    config.compilation_config = compiled()
-    Adapter(Settings(enabled=True)).configure(lambda _: None, config)
-    assert not moe_is_outside_graphs(config.compilation_config)
+    assert not configured(Settings(enabled=True), {"moe_modular": {"all_to_all": "torch"}})
+
+
+def test_a_model_without_such_layers_is_left_alone() -> None:
+    assert not configured(Settings(enabled=True, all2all="torch"), is_moe=False)

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import Any
 
 from vllm_moe_modular.cli import probes
@@ -150,7 +151,7 @@ def _adapter(environ: Mapping[str, str]) -> Section:
 
 def _variables(environ: Mapping[str, str]) -> Section:
     known = {v.name: v.meaning for v in VARIABLES}
-    ours = dict.fromkeys((*known, *sorted(n for n in environ if n == PREFIX or n.startswith(f"{PREFIX}_"))))
+    ours = dict.fromkeys((*known, *sorted(n for n in environ if n.startswith(PREFIX))))
     section, told = Section(), {}
     for name in ours:
         value, meaning = environ.get(name), known.get(name, "not known")
@@ -160,8 +161,18 @@ def _variables(environ: Mapping[str, str]) -> Section:
             from_environment({name: value} if value is not None else {})
         except SettingsError as error:
             section.problems.append(str(error))
+    tuned = environ.get(f"{PREFIX}_TUNED")
+    if tuned and not _is_folder(tuned):
+        section.problems.append(f"{PREFIX}_TUNED={tuned} is no folder; name the one that the tables are in")
     section.lines = _columns(told)
     return section
+
+
+def _is_folder(name: str) -> bool:
+    try:
+        return Path(name).is_dir()
+    except OSError:  # no name of anything, too long for instance
+        return False
 
 
 def _parts(environ: Mapping[str, str]) -> Section:

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import stat
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -241,8 +242,8 @@ def require_folders(settings: Settings) -> None:
     Raises:
         SettingsError: the one cannot be made or written to, the other is not there.
     """
-    if settings.tuned is not None and not Path(settings.tuned).is_dir():
-        raise SettingsError(f"VLLM_MOE_MODULAR_TUNED={settings.tuned}: there is no such folder; name one that exists")
+    if settings.tuned is not None and (why := _why_no_folder(settings.tuned)):
+        raise SettingsError(f"VLLM_MOE_MODULAR_TUNED={settings.tuned}: {why}; name the folder that the tables are in")
     if settings.trace is None:
         return
     try:
@@ -253,6 +254,14 @@ def require_folders(settings: Settings) -> None:
         raise SettingsError(
             f"VLLM_MOE_MODULAR_TRACE={settings.trace}: {error.strerror}; name a folder that can be written to"
         ) from error
+
+
+def _why_no_folder(name: str) -> str:
+    """Empty: it is one."""
+    try:
+        return "" if stat.S_ISDIR(Path(name).stat().st_mode) else "it is a file"
+    except OSError as error:
+        return "there is no such folder" if isinstance(error, FileNotFoundError) else str(error.strerror)
 
 
 def _allocated_bytes() -> int:

@@ -110,6 +110,7 @@ _SINCE_0_28: tuple[Expectation, ...] = (
     ),
     Reads("vllm.config.parallel:ParallelConfig.enable_elastic_ep"),
     Overrides("vllm.config.vllm:VllmConfig.__post_init__", ()),
+    Reads("vllm.config.model:ModelConfig.is_moe"),
     Calls("vllm.config.compilation:CompilationConfig.splitting_ops_contain_attention", ()),
     *(
         Reads(f"vllm.config.compilation:CompilationConfig.{field}")

@@ -345,6 +345,8 @@ class Adapter(adapter.Adapter):
             settings = adapter.engine_settings(self.environment, config.additional_config)
         except SettingsError:
             return  # the workers say so before they load
+        if config.model_config is None or not config.model_config.is_moe:
+            return
         if settings.enabled and (told := take_moe_out_of_graphs(config.compilation_config, named_parts(settings))):
             logger.info("moe_modular: %s", told)
 

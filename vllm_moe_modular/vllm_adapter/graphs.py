@@ -30,7 +30,7 @@ def take_moe_out_of_graphs(compilation: Any, parts: Sequence[Part]) -> str:
     Returns:
         What was changed and why, for the log; empty: nothing.
     """
-    reasons = [f"{part.label} {why}" for part in parts if (why := part.cannot_be_captured)]
+    reasons = [f"{part.kind.value} {part.label} {why}" for part in parts if (why := part.cannot_be_captured)]
     in_pieces = (
         compilation.mode == CompilationMode.VLLM_COMPILE
         and not compilation.use_inductor_graph_partition
