@@ -1,6 +1,8 @@
 """bench.report: what is told of results, out of a canned file."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,40 @@ def test_what_is_no_file_of_results_is_named(text: str, says: str, tmp_path: Pat
         read_results([file])
     with pytest.raises(BenchFileError, match=r"missing.jsonl cannot be read"):
         read_results([tmp_path / "missing.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("eff", None, "KeyError: 'eff'"),
+        ("experts", ["triton"], "experts takes text"),
+        ("median_us", 0, "median_us takes a number"),
+        ("median_us", -1, "median_us takes a number"),
+        ("median_us", "x", "median_us takes a number"),
+        ("median_us", 10**400, "median_us takes a number"),
+        ("model", 5, "model takes text"),
+        ("M", True, "M takes a whole number"),
+        ("workspace_bytes", "x", "workspace_bytes takes a number"),
+    ],
+)
+def test_an_almost_right_line_is_named(key: str, value: Any, says: str, tmp_path: Path) -> None:
+    result = json.loads(CANNED.read_text().splitlines()[0])
+    result[key] = value
+    if value is None:
+        del result[key]
+    file = tmp_path / "almost.jsonl"
+    file.write_text(json.dumps(result))
+    with pytest.raises(BenchFileError, match=f"line 1, is no result.*{says}"):
+        read_results([file])
+
+
+def test_what_cannot_be_decoded_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "deep.jsonl"
+    file.write_text("[" * 200_000)
+    with pytest.raises(BenchFileError, match="line 1, is no result"):
+        read_results([file])
+    with pytest.raises(BenchFileError, match="cannot be read: embedded null"):
+        read_results([Path("a\0b")])
 
 
 def test_geometric_mean() -> None:

@@ -35,6 +35,10 @@ def test_every_benchmark_has_help(what: list[str], capsys: pytest.CaptureFixture
         (["--models", "gpt-oss-120b", "--fp8"], "gates and ups share blocks"),
         (["--tokens", "0"], "--tokens takes whole numbers"),
         (["--rounds", "0"], "--rounds takes whole numbers"),
+        (["--seconds", "-4"], "--seconds -4: takes a number of seconds, more than 0"),
+        (["--seconds", "nan"], "--seconds nan"),
+        (["--out", "/nonexistent/x.jsonl"], "--out /nonexistent/x.jsonl cannot be written: No such file"),
+        (["--read", str(CANNED), "--out", "x", "--tokens", "8", "--fp8"], "so --out, --tokens, --fp8 would do nothing"),
         (["--read", "missing.jsonl"], "missing.jsonl cannot be read"),
     ],
 )
@@ -60,7 +64,9 @@ def test_earlier_results_are_told_and_drawn(
 @draws
 def test_a_picture_of_no_known_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "experts", "--read", str(CANNED), "--plot", str(tmp_path / "plot.bmp")]) == 2
-    assert "ends in one of .svg, .png, .pdf" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "ends in one of .svg, .png, .pdf" in told.err
+    assert not told.out, "before the report"
 
 
 @draws

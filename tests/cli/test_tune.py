@@ -12,7 +12,8 @@ from vllm_moe_modular.bench import tile_candidates
 from vllm_moe_modular.bench.shapes import BF16, FP8, SHAPES, Shape
 from vllm_moe_modular.bench.tuning import TuningError, key_of
 from vllm_moe_modular.cli.main import main
-from vllm_moe_modular.cli.tune import fill, table_to_fill
+from vllm_moe_modular.cli.tune import fill, table_file, table_to_fill
+from vllm_moe_modular.errors import MoEModularError
 from vllm_moe_modular.kernels.tuned_tables import TunedCell, TunedTableError, read_table
 
 QWEN_CONFIG = str(Path(__file__).parents[1] / "selection" / "configs" / "qwen3_30b_a3b.json")
@@ -106,6 +107,25 @@ def test_a_table_of_another_gpu_is_refused(tmp_path: Path) -> None:
         table_to_fill(tmp_path / "none" / "table.json", "NVIDIA H200", {})
 
 
+def test_what_cannot_be_written_is_said_before_measuring(tmp_path: Path) -> None:
+    with pytest.raises(TunedTableError, match=r"/proc/x.json cannot be written: .*; name a file"):
+        table_to_fill(Path("/proc/x.json"), "NVIDIA H200", {})
+    with pytest.raises(MoEModularError, match="cannot be looked for: File name too long"):
+        table_file(tmp_path / ("x" * 300), "NVIDIA H200")
+    table_to_fill(tmp_path / "table.json", "NVIDIA H200", {})
+    assert not list(tmp_path.iterdir()), "nothing is left of the attempt"
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "9" * 5000])
+def test_a_config_that_cannot_be_decoded_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    assert main(["tune", "--model", str(file), "--dry-run"]) == 2
+    assert f"{file} is not JSON that can be read" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a GPU")
 def test_needs_a_gpu_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--shape", "8,2,64,32", "--out", str(tmp_path / "table.json")]) == 2
@@ -124,6 +144,17 @@ def test_needs_a_gpu_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--shape", "8,2,64,32", "--dtype", "fp8"], "a multiple of 128"),
         (["--model", "gpt-oss-120b", "--dtype", "fp8"], "not interleaved"),
         (["--shape", "8,2,64,32", "--rows", "0"], "--rows and --rounds take whole numbers"),
+        (["--shape", "8,2,64,32", "--rows", "12"], "--rows 12: takes powers of two"),
+        (["--shape", "8,2,64,32", "--seconds", "-4"], "--seconds -4: takes a number of seconds, more than 0"),
+        (["--shape", "8,2,64,32", "--seconds", "nan"], "--seconds nan"),
+        (["--shape", f"8,2,128,{'1' * 5000}"], "each of 7 digits at most"),
+        (["--shape", "8,2,64,\u0663\u0662"], "takes E,K,H,F"),
+        (["--shape", "8,2,64,32", "--ep", "2"], "--shape 8,2,64,32 is one rank's share already"),
+        (["--model", "qwen3-30b-a3b", "--tp", "2"], "--model qwen3-30b-a3b is one rank's share already"),
+        (["--model", QWEN_CONFIG, "--ep", "0"], "--ep 0: takes a whole number, 1 or more"),
+        (["--model", QWEN_CONFIG, "--tp", "-2"], "--tp -2: takes a whole number, 1 or more"),
+        (["--model", QWEN_CONFIG, "--ep", "32"], "top-k is 8, and there are 4 experts"),
+        (["--model", "m" * 300], "cannot be read: File name too long"),
         (["--model", "no-such-model"], "no-such-model does not exist"),
         (["--model", QWEN_CONFIG, "--ep", "2", "--tp", "2"], "--ep and --tp"),
     ],

@@ -136,6 +136,18 @@ def test_a_folder_that_is_none_is_an_error_and_a_missing_table_is_none(tmp_path:
     assert not tuned_table(torch.device("cpu"), str(tmp_path)).shapes
 
 
+def test_a_table_of_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(tmp_path / "NVIDIA_H100.json", table(cell(8)))
+    monkeypatch.setattr(tuned_tables, "gpu_name", lambda device: "NVIDIA H100")  # noqa: ARG005
+    with pytest.raises(TunedTableError, match=r"NVIDIA_H100.json: gpu is 'NVIDIA H200', and the file is read for"):
+        tuned_table(torch.device("cpu"), str(tmp_path))
+
+
+def test_what_cannot_be_written_is_named() -> None:
+    with pytest.raises(TunedTableError, match=r"/proc/x.json cannot be written"):
+        write_table(Path("/proc/x.json"), table(cell(8)))
+
+
 def test_gpu_names_are_file_names() -> None:
     assert file_name("NVIDIA H200") == "NVIDIA_H200.json"
     assert file_name("NVIDIA H100 80GB HBM3 / MIG") == "NVIDIA_H100_80GB_HBM3_MIG.json"
@@ -174,6 +186,14 @@ CELL = "shapes/0/cells/0"
         ("shapes/0/K", True, r"shapes\[0\].K takes a whole number"),
         (f"{CELL}/rows", 0, r"shapes\[0\].cells\[0\].rows takes a whole number"),
         (f"{CELL}/grouped_gemm_us", float("nan"), r"cells\[0\].grouped_gemm_us takes microseconds"),
+        (f"{CELL}/rows", 12, r"cells\[0\].rows takes a power of two"),
+        (f"{CELL}/grouped_gemm_us", 10**400, r"cells\[0\].grouped_gemm_us takes microseconds"),
+        (f"{CELL}/tiles/block_rows", 2048, r"tiles.block_rows takes a whole number, 16 to 1024"),
+        (f"{CELL}/tiles/gated/num_warps", 64, r"num_warps takes a whole number, 1 to 32"),
+        (f"{CELL}/tiles/gated/num_stages", 65, r"num_stages takes a whole number, 1 to 64"),
+        ("made_with", [], "made_with takes an object"),
+        ("shapes/0/cells", [], r"cells takes one cell or more"),
+        ("shapes/0/weights", "int4", r"weights takes one of bfloat16"),
         (f"{CELL}/deep_gemm_us", 0, r"cells\[0\].deep_gemm_us takes microseconds"),
         (f"{CELL}/tiles/block_rows", 48, r"tiles.block_rows takes a power of two"),
         (f"{CELL}/tiles/gather_first", 1, r"tiles.gather_first takes true or false"),
@@ -195,9 +215,10 @@ def test_a_malformed_table_names_file_and_key(path: str, value: Any, says: str, 
         read_table(file)
 
 
-def test_what_is_no_json_names_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[" * 200_000, "9" * 5000])
+def test_what_is_no_json_names_the_file(text: str, tmp_path: Path) -> None:
     file = tmp_path / "table.json"
-    file.write_text("{")
+    file.write_text(text)
     with pytest.raises(MoEModularError, match=f"{file} is not a tuned table"):
         read_table(file)
 

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,30 @@ def test_an_unknown_model_type_lists_the_known_ones() -> None:
 def test_what_is_wrong_is_named(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelConfigError, match=says.replace("?", r"\?")):
         problems_from_config(QWEN | change, tp=1, dp=1, ep=True)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "says"),
+    [
+        ("fp8", "quantization_config is 'fp8'; it must be an object"),
+        ({"weight_block_size": 128}, "quantization_config.weight_block_size is 128; it must be a list of two"),
+        ({"weight_block_size": [0, 0]}, "weight_block_size is [0, 0]"),
+        ({"quantization": "x"}, "quantization_config.quantization is 'x'; it must be an object"),
+        ({"config_groups": {"g": {"weights": 5}}}, "config_groups.g.weights is 5"),
+        ({"config_groups": {"g": 5}}, "config_groups.g is 5"),
+        ({"modules_to_not_convert": 5}, "modules_to_not_convert is 5; it must be a list of names"),
+        ({"ignore": ["re:["]}, "an entry of quantization_config.ignore is 're:['"),
+    ],
+)
+def test_a_malformed_quantisation_is_named(quantization: Any, says: str) -> None:
+    with pytest.raises(ModelConfigError, match=re.escape(says)):
+        problems_from_config(QWEN | {"quantization_config": quantization}, tp=8, dp=1, ep=False)
+
+
+@pytest.mark.parametrize("listed", [5, "abc", ["1"]])
+def test_malformed_dense_layers_are_named(listed: Any) -> None:
+    with pytest.raises(ModelConfigError, match=r"mlp_only_layers is .* it must be a list of layer numbers"):
+        problems_from_config(QWEN | {"mlp_only_layers": listed}, tp=1, dp=1, ep=True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_moe_modular.bench.all_to_all_peers import FP8_PEERS, PEERS, Case, Peer, draw
+from vllm_moe_modular.bench.report import require_appendable
 from vllm_moe_modular.bench.timing import machine, require_cuda, time_in_graph
 from vllm_moe_modular.errors import MoEModularError
 from vllm_moe_modular.testing.ranks import Here, Ranks
@@ -65,6 +66,8 @@ def table(rows: Sequence[dict[str, object]]) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, appends to --out, prints the table."""
+    if options.out:
+        require_appendable(options.out)
     require_cuda("bench all-to-all")
     names = options.peers or [peer.name for peer in (ALL_PEERS if options.fp8 else PEERS)]
     if unknown := set(names) - {peer.name for peer in ALL_PEERS}:

@@ -40,21 +40,63 @@ def read_results(files: Iterable[Path]) -> list[Result]:
     for file in files:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
             raise BenchFileError(f"{file} cannot be read: {error}") from error
         for number, line in enumerate(lines, 1):
             try:
                 result = json.loads(line)
+                _check(result)
                 key = tuple(result[name] for name in ("experts", "model", "weights", "M"))
-                _ = result["not_run"] if "not_run" in result else (result["median_us"], result["roof_us"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise BenchFileError(
-                    f"{file}, line {number}, is no result of bench experts ({type(error).__name__}: {error})"
+                    f"{file}, line {number}, is no result of bench experts ({type(error).__name__}: {error}); take "
+                    "the line out, or measure again"
                 ) from error
             found[key] = result
     if not found:
         raise BenchFileError("there are no results: " + ", ".join(map(str, files)))
     return list(found.values())
+
+
+def _check(result: Any) -> None:
+    """Raises:
+    ValueError, KeyError: a line is not what the report below takes; names the key.
+    """
+    if not isinstance(result, dict):
+        raise ValueError("takes an object")
+    for name in ("experts", "model", "weights", *(n for n in ("note", "not_run") if n in result)):
+        if not isinstance(result[name], str):
+            raise ValueError(f"{name} takes text")
+    if type(result["M"]) is not int or not 1 <= result["M"] < 1 << 31:
+        raise ValueError("M takes a whole number, 1 or more")
+    for name in ("median_us", "roof_us", "eff"):
+        needed = name in result or "not_run" not in result
+        if needed and (type(result[name]) not in (int, float) or not 1e-9 < result[name] < 1e15):
+            raise ValueError(f"{name} takes a number, more than 0")
+    if "median_us" in result and not {"roof_us", "eff"} <= result.keys():
+        raise ValueError("median_us takes roof_us and eff beside it")
+    size = result.get("workspace_bytes")
+    if size is not None and (type(size) not in (int, float) or not 0 <= size < 1e18):
+        raise ValueError("workspace_bytes takes a number, 0 or more")
+
+
+def require_appendable(file: Path) -> None:
+    """Before minutes are spent on what cannot be kept.
+
+    Raises:
+        BenchFileError: the file cannot be written.
+    """
+    try:
+        was_there = file.exists()
+        with file.open("a", encoding="utf-8"):
+            pass
+        if not was_there:
+            file.unlink()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BenchFileError(
+            f"--out {file} cannot be written: {why}; make its folder, or name a file in one that can be written"
+        ) from error
 
 
 def points(results: Iterable[Result]) -> dict[tuple[str, str, int], dict[str, Result]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_moe_modular.bench.shapes import FP8_MODELS, SHAPES, TOKENS
 
-ROUNDS = 15
+ROUNDS, SEEDS = 15, 20
 MODULES = {"experts": "vllm_moe_modular.cli.bench_experts", "all-to-all": "vllm_moe_modular.bench.all_to_all"}
 """By benchmark, what is imported to run it."""
 
@@ -45,7 +45,7 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accuracy", action="store_true", help="time nothing; compare with float64 over many seeds; 1 if too far off"
     )
-    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="of --accuracy (default 20)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"of --accuracy (default {SEEDS})")
 
 
 def _add_all_to_all(parser: argparse.ArgumentParser) -> None:

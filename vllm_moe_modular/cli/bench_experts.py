@@ -7,24 +7,40 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from time import monotonic
 from types import ModuleType
 
-from vllm_moe_modular.bench.report import BenchFileError, Result, read_results, report
-from vllm_moe_modular.bench.shapes import FP8, FP8_MODELS, SHAPES, Shape
+from vllm_moe_modular.bench.report import BenchFileError, Result, read_results, report, require_appendable
+from vllm_moe_modular.bench.shapes import FP8, FP8_MODELS, SHAPES, TOKENS, Shape
+from vllm_moe_modular.cli.bench import ROUNDS, SEEDS
 from vllm_moe_modular.errors import MoEModularError
 from vllm_moe_modular.settings import from_environment
+
+OF_MEASURING = {
+    "out": None, "models": None, "tokens": list(TOKENS), "candidates": None, "fp8": False, "rounds": ROUNDS,
+    "seconds": None, "tuned": None, "accuracy": False, "seeds": SEEDS,
+}  # fmt: skip
+"""Options that --read has no use for, with their defaults."""
 
 
 def run(options: argparse.Namespace) -> int:
     """1 only where --accuracy finds a result that is too far off."""
     if options.read:
+        if given := [f"--{name}" for name, default in OF_MEASURING.items() if getattr(options, name) != default]:
+            raise MoEModularError(f"--read measures nothing, so {', '.join(given)} would do nothing; leave one out")
+        if options.plot:
+            _figures().require_format(options.plot)
         return _tell(read_results(options.read), options.plot)
     shapes = chosen_shapes(options.models, fp8=options.fp8)
     for name, value in (("--tokens", min(options.tokens)), ("--rounds", options.rounds), ("--seeds", options.seeds)):
         if value < 1:
             raise MoEModularError(f"{name} takes whole numbers, 1 or more, not {value}")
+    if options.seconds is not None and not 0 < options.seconds < inf:
+        raise MoEModularError(f"--seconds {options.seconds:g}: takes a number of seconds, more than 0")
+    if options.out:
+        require_appendable(options.out)
     if options.plot:
         _figures().require_format(options.plot)  # before minutes are spent on what cannot be drawn
     from vllm_moe_modular.bench.timing import require_cuda

@@ -80,8 +80,9 @@ def read_config(model: Path) -> dict[str, Any]:
     Raises:
         ExplainError: there is none, or it is not a JSON object.
     """
-    file = model / "config.json" if model.is_dir() else model
+    file = model
     try:
+        file = model / "config.json" if model.is_dir() else model
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ExplainError(
@@ -90,8 +91,8 @@ def read_config(model: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ExplainError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ExplainError(f"{file} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ExplainError(f"{file} is not JSON that can be read: {error}") from None
     if not isinstance(config, dict):
         raise ExplainError(f"{file} holds a JSON {type(config).__name__}; a config.json holds an object")
     return config

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROUNDS, COMPILERS = 11, 8
+MOST_ROWS = 1 << 24
+"""As in a tuned table."""
+
 DTYPES = {"bfloat16": BF16, "float16": "float16", "fp8": FP8}
 SCHEMES = {"none": None, "fp8 128x128": FP8}
 """Of a checkpoint's weights, what the table calls them; None: the dtype of the rows."""
@@ -47,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", metavar="DTYPE", help=f"of the weights: {', '.join(DTYPES)} (default the config's, else bfloat16)"
     )
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=list(ROWS), metavar="R", help=f"default {' '.join(map(str, ROWS))}"
+        "--rows",
+        type=int,
+        nargs="+",
+        default=list(ROWS),
+        metavar="R",
+        help=f"powers of two (default {' '.join(map(str, ROWS))})",
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="table to make, or its folder; what it has already is kept"
@@ -66,18 +75,25 @@ def run(options: argparse.Namespace) -> int:
     shapes = shapes_of(options)
     if any(R < 1 for R in options.rows) or options.rounds < 1 or options.compilers < 0:
         raise MoEModularError("--rows and --rounds take whole numbers, 1 or more, --compilers 0 or more")
+    for R in options.rows:
+        if R.bit_count() != 1 or R > MOST_ROWS:
+            raise MoEModularError(
+                f"--rows {R}: takes powers of two, {MOST_ROWS} at most, since workspaces are reserved for those; a "
+                "cell holds for the numbers of rows between too"
+            )
+    if options.seconds is not None and not 0 < options.seconds < inf:
+        raise MoEModularError(f"--seconds {options.seconds:g}: takes a number of seconds, more than 0")
     if options.dry_run:
         return dry_run(shapes, options.rows)
     if options.out is None:
         raise MoEModularError("--out names the table to make; give it, or --dry-run")
     from vllm_moe_modular.bench.timing import machine, require_cuda
     from vllm_moe_modular.bench.tuning import GpuTuner
-    from vllm_moe_modular.kernels.tuned_tables import file_name
 
     require_cuda("tune")
     where = machine()
     gpu = where.pop("device")
-    file = options.out / file_name(gpu) if options.out.is_dir() else options.out
+    file = table_file(options.out, gpu)
     table = table_to_fill(file, gpu, where)
     tuner = GpuTuner(rounds=options.rounds, compilers=options.compilers, say=say)
     return fill(table, file, [(shape, options.rows) for shape in shapes], tuner, seconds=options.seconds)
@@ -91,6 +107,15 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
     """
     if options.dtype is not None and options.dtype not in DTYPES:
         raise MoEModularError(f"--dtype {options.dtype} is not known; known: {', '.join(DTYPES)}")
+    for name, value in (("--ep", options.ep), ("--tp", options.tp)):
+        if value < 1:
+            raise MoEModularError(f"{name} {value}: takes a whole number, 1 or more")
+    own = [f"--shape {t[:80]}" for t in options.shape] + [f"--model {m}" for m in options.model if m in SHAPES]
+    if own and (options.ep > 1 or options.tp > 1):
+        raise MoEModularError(
+            f"--ep and --tp share out a model that is read from a config.json; {own[0]} is one rank's share already: "
+            "name what one rank has with --shape, or leave --ep and --tp out"
+        )
     weights = DTYPES[options.dtype or "bfloat16"]
     found = [_from_text(text, weights) for text in options.shape]
     for model in options.model:
@@ -101,6 +126,11 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
     if not found:
         raise MoEModularError("name what to tune: --shape 128,8,2048,768, or --model with a config.json or a name")
     for shape in found:
+        if shape.K > shape.E:
+            raise MoEModularError(
+                f"{shape.model}: top-k is {shape.K}, and there are {shape.E} experts on a rank; name more experts, or "
+                "a smaller --ep"
+            )
         if shape.fp8 and (shape.interleaved_swiglu or shape.F % 128):
             raise MoEModularError(
                 f"{shape.model} in fp8: the triton experts take an intermediate size that is a multiple of 128, "
@@ -111,11 +141,12 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
 
 def _from_text(text: str, weights: str) -> Shape:
     numbers = text.split(",")
-    if len(numbers) != 4 or not all(n.isdecimal() and int(n) for n in numbers):
-        raise MoEModularError(f"--shape {text}: takes E,K,H,F, for instance 128,8,2048,768")
+    good = all(n.isascii() and n.isdecimal() and len(n) <= 7 and int(n) for n in numbers)
+    if len(numbers) != 4 or not good:
+        raise MoEModularError(
+            f"--shape {text[:80]}: takes E,K,H,F, each of 7 digits at most, for instance 128,8,2048,768"
+        )
     E, K, H, F = map(int, numbers)
-    if K > E:
-        raise MoEModularError(f"--shape {text}: top-k is {K}, and there are {E} experts")
     return Shape(text, E=E, K=K, H=H, F=F, weights=weights)
 
 
@@ -143,19 +174,34 @@ def _from_config(model: Path, options: argparse.Namespace) -> list[Shape]:
     return found
 
 
+def table_file(out: Path, gpu: str) -> Path:
+    """The table that --out names, itself or by its folder.
+
+    Raises:
+        MoEModularError: there can be no such file.
+    """
+    from vllm_moe_modular.kernels.tuned_tables import file_name
+
+    try:
+        return out / file_name(gpu) if out.is_dir() else out
+    except OSError as error:
+        raise MoEModularError(f"--out {out} cannot be looked for: {error.strerror}; name another file") from error
+
+
 def table_to_fill(file: Path, gpu: str, made_with: dict[str, str]) -> "TunedTable":
     """The table of an earlier run, or an empty one.
 
     Raises:
-        TunedTableError: the file is malformed.
+        TunedTableError: the file is malformed, or cannot be written.
         TuningError: it is of another GPU, or its folder is not there.
     """
     from vllm_moe_modular.bench.tuning import TuningError
-    from vllm_moe_modular.kernels.tuned_tables import TunedTable, read_table
+    from vllm_moe_modular.kernels.tuned_tables import TunedTable, read_table, require_writable
 
+    if not file.absolute().parent.is_dir():
+        raise TuningError(f"--out {file}: its folder does not exist; make it first")
+    require_writable(file)
     if not file.exists():
-        if not file.absolute().parent.is_dir():
-            raise TuningError(f"--out {file}: its folder does not exist; make it first")
         return TunedTable(gpu, {}, made_with)
     table = read_table(file)
     if table.gpu != gpu:

@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,15 @@ FOLDER = Path(__file__).with_name("tuned")
 
 FARTHEST = 2
 """A cell holds for at most so many times as many or as few rows: cells a factor of four apart leave no gap."""
+
+
+MOST_ROWS = 1 << 24
+"""Of a cell."""
+
+MOST_US = 1e12
+
+WEIGHTS = ("bfloat16", "float16", "float32", f"fp8 {BLOCK}x{BLOCK}", "fp8 per channel")
+"""As `weights_scheme` names them."""
 
 
 class TunedTableError(MoEModularError, ValueError):
@@ -150,7 +158,7 @@ def tuned_table(device: torch.device, folder: str | None = None) -> TunedTable:
     """The table for a device: that of the package, and over it, shape by shape, the one in `folder`.
 
     Raises:
-        TunedTableError: `folder` is none, or a table is malformed.
+        TunedTableError: `folder` is none, or a table is malformed or of another GPU model.
     """
     return _tables(gpu_name(device), folder)
 
@@ -160,11 +168,21 @@ def _tables(gpu: str, folder: str | None) -> TunedTable:
     if folder is not None and not Path(folder).is_dir():
         raise TunedTableError(f"{folder}, named as the folder of tuned tables, is not a folder")
     tables = [
-        read_table(file)
+        _table_of(gpu, file)
         for parent in (FOLDER, *([Path(folder)] if folder is not None else []))
         if gpu and (file := parent / file_name(gpu)).is_file()
     ]
     return TunedTable(gpu, {shape: cells for table in tables for shape, cells in table.shapes.items()})
+
+
+def _table_of(gpu: str, file: Path) -> TunedTable:
+    table = read_table(file)
+    if table.gpu != gpu:
+        raise TunedTableError(
+            f"{file}: gpu is {table.gpu!r}, and the file is read for {gpu!r}; take it away, or make the table of this "
+            "GPU with vllm-moe-modular tune"
+        )
+    return table
 
 
 def read_table(file: Path) -> TunedTable:
@@ -175,33 +193,69 @@ def read_table(file: Path) -> TunedTable:
     """
     try:
         top = _Place(file, "", json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, UnicodeError, json.JSONDecodeError) as error:
-        raise TunedTableError(f"{file} is not a tuned table: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        told = f"{file} is not a tuned table: {error}; make it again with vllm-moe-modular tune"
+        raise TunedTableError(told) from error
     top.require_keys({"gpu", "shapes"}, {"made_with"})
     shapes: dict[TunedShape, tuple[TunedCell, ...]] = {}
     for place in top.of("shapes").items():
         place.require_keys({f.name for f in fields(TunedShape)} | {"cells"}, set())
-        shape = TunedShape(place.of("weights").text(), **{n: place.of(n).whole() for n in ("E", "K", "H", "F")})
+        if place.of("weights").text() not in WEIGHTS:
+            raise place.of("weights").wrong(f"takes one of {', '.join(WEIGHTS)}")
+        shape = TunedShape(place.value["weights"], **{n: place.of(n).whole() for n in ("E", "K", "H", "F")})
         cells = [_cell(c, is_fp8=shape.weights.startswith("fp8")) for c in place.of("cells").items()]
+        if not cells:
+            raise place.of("cells").wrong("takes one cell or more")
         if len({cell.rows for cell in cells}) < len(cells):
             raise place.of("cells").wrong("takes each number of rows once")
         if shape in shapes:
             raise place.wrong("takes each shape once")
         shapes[shape] = tuple(sorted(cells, key=lambda cell: cell.rows))
     made_with = top.value.get("made_with", {})
-    return TunedTable(top.of("gpu").text(), shapes, made_with if isinstance(made_with, dict) else {})
+    if not isinstance(made_with, dict):
+        raise top.of("made_with").wrong("takes an object")
+    return TunedTable(top.of("gpu").text(), shapes, made_with)
 
 
 def write_table(file: Path, table: TunedTable) -> None:
-    """The other direction; the file is never seen half written."""
+    """The other direction; the file is never seen half written.
+
+    Raises:
+        TunedTableError: the file cannot be written.
+    """
     shapes = [
         asdict(shape) | {"cells": [{k: v for k, v in asdict(cell).items() if v is not None} for cell in cells]}
         for shape, cells in table.shapes.items()
     ]
     text = json.dumps({"gpu": table.gpu, "made_with": dict(table.made_with), "shapes": shapes}, indent=1)
-    half = file.with_name(f".{file.name}.part")
-    half.write_text(_one_line_per_tile(text) + "\n", encoding="utf-8")
-    half.replace(file)
+    half = _half_written(file)
+    try:
+        half.write_text(_one_line_per_tile(text) + "\n", encoding="utf-8")
+        half.replace(file)
+    except OSError as error:
+        raise _unwritable(file, error) from error
+
+
+def require_writable(file: Path) -> None:
+    """Before minutes are spent on a table that cannot be kept.
+
+    Raises:
+        TunedTableError: the file cannot be written.
+    """
+    half = _half_written(file)
+    try:
+        half.write_text("", encoding="utf-8")
+        half.unlink()
+    except OSError as error:
+        raise _unwritable(file, error) from error
+
+
+def _half_written(file: Path) -> Path:
+    return file.with_name(f".{file.name}.part")
+
+
+def _unwritable(file: Path, error: OSError) -> TunedTableError:
+    return TunedTableError(f"{file} cannot be written: {error.strerror}; name a file in a folder that can be")
 
 
 def _one_line_per_tile(text: str) -> str:
@@ -218,7 +272,10 @@ class _Place:
     value: Any
 
     def wrong(self, takes: str) -> TunedTableError:
-        told = json.dumps(self.value)
+        try:
+            told = json.dumps(self.value)
+        except RecursionError:
+            told = "what is nested so deeply"
         return TunedTableError(
             f"{self.file}: {self.key or 'the whole'} {takes}, not {told if len(told) < 80 else told[:77] + '...'}; "
             "mend it, or make the table again with vllm-moe-modular tune"
@@ -250,20 +307,21 @@ class _Place:
             raise self.wrong("takes true or false")
         return self.value
 
-    def whole(self, least: int = 1) -> int:
-        if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < least:
-            raise self.wrong(f"takes a whole number, {least} or more")
-        return self.value
+    def whole(self, least: int = 1, most: int | None = None) -> int:
+        good = isinstance(self.value, int) and not isinstance(self.value, bool) and self.value >= least
+        if not good or (most is not None and self.value > most):
+            raise self.wrong(f"takes a whole number, {least} {'or more' if most is None else f'to {most}'}")
+        return int(self.value)
 
-    def power_of_two(self, least: int) -> int:
-        if self.whole(least).bit_count() != 1:
-            raise self.wrong(f"takes a power of two, {least} or more")
+    def power_of_two(self, least: int, most: int) -> int:
+        if self.whole(least, most).bit_count() != 1:
+            raise self.wrong(f"takes a power of two, {least} to {most}")
         return int(self.value)
 
     def us(self) -> float:
-        good = isinstance(self.value, int | float) and not isinstance(self.value, bool) and isfinite(self.value)
-        if not good or self.value <= 0:
-            raise self.wrong("takes microseconds, more than 0")
+        good = isinstance(self.value, int | float) and not isinstance(self.value, bool)
+        if not good or not 0 < self.value < MOST_US:
+            raise self.wrong(f"takes microseconds, more than 0 and less than {MOST_US:g}")
         return float(self.value)
 
 
@@ -273,9 +331,9 @@ def _cell(place: _Place, *, is_fp8: bool) -> TunedCell:
     tiles = place.of("tiles")
     tiles.require_keys({"block_rows", "gated", "down"}, {"gather_first"})
     return TunedCell(
-        rows=place.of("rows").whole(),
+        rows=place.of("rows").power_of_two(1, MOST_ROWS),
         tiles=GemmTiles(
-            block_rows=tiles.of("block_rows").power_of_two(16),
+            block_rows=tiles.of("block_rows").power_of_two(16, 1024),
             gated=_tile(tiles.of("gated"), fp8_columns=(BLOCK,) if is_fp8 else ()),
             down=_tile(tiles.of("down"), fp8_columns=(BLOCK, 2 * BLOCK) if is_fp8 else ()),
             gather_first="gather_first" in tiles.value and tiles.of("gather_first").flag(),
@@ -292,10 +350,10 @@ def _tile(place: _Place, *, fp8_columns: tuple[int, ...]) -> GemmTile:
     if fp8_columns and (columns.value not in fp8_columns or depth.value != BLOCK):
         raise place.wrong(f"takes, in fp8, a block_depth of {BLOCK} and block_columns of {fp8_columns}")
     return GemmTile(
-        block_columns=columns.power_of_two(16),
-        block_depth=depth.power_of_two(16),
+        block_columns=columns.power_of_two(16, 4096),
+        block_depth=depth.power_of_two(16, 4096),
         group_rows=place.of("group_rows").whole(),
-        num_warps=place.of("num_warps").power_of_two(1),
-        num_stages=place.of("num_stages").whole(),
+        num_warps=place.of("num_warps").power_of_two(1, 32),
+        num_stages=place.of("num_stages").whole(1, 64),
         programs_per_sm=place.of("programs_per_sm").whole(0) if "programs_per_sm" in place.value else 0,
     )

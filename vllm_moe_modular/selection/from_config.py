@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from reprlib import repr as short
 from typing import Any, NamedTuple
 
 from vllm_moe_modular.errors import MoEModularError
@@ -58,7 +59,11 @@ def _after_dense(config: Config, layer: int) -> bool:
 
 
 def _by_sparse_step(config: Config, layer: int) -> bool:
-    listed = config.get("mlp_only_layers") or ()
+    listed = config.get("mlp_only_layers")
+    if listed is None:
+        listed = ()
+    elif not isinstance(listed, list) or not all(isinstance(number, int) for number in listed):
+        raise _wrong("mlp_only_layers", listed, "a list of layer numbers")
     return layer not in listed and (layer + 1) % _optional(config, "decoder_sparse_step", 1) == 0
 
 
@@ -233,8 +238,12 @@ def _optional(config: Config, key: str, default: int) -> int:
 
 def _count(key: str, value: object, *, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ModelConfigError(f"config.json: {key} is {value!r}; it must be a whole number, at least {least}")
+        raise _wrong(key, value, f"a whole number, at least {least}")
     return value
+
+
+def _wrong(key: str, value: object, takes: str) -> ModelConfigError:
+    return ModelConfigError(f"config.json: {key} is {short(value)}; it must be {takes}")
 
 
 def _dtype(config: Config, text: Config, asked_for: str) -> str:
@@ -262,9 +271,46 @@ def _per_rank(intermediate: int, slices: int, quantization: Config) -> int:
 def _quantization(config: Config, text: Config) -> Config:
     for candidate in (config, text):
         for key in ("quantization_config", "compression_config"):
-            if isinstance(found := candidate.get(key), Mapping):
+            if (found := candidate.get(key)) is not None:
+                if not isinstance(found, Mapping):
+                    raise _wrong(key, found, "an object")
+                _check_quantization(key, found)
                 return found
     return {}
+
+
+def _check_quantization(at: str, quantization: Config) -> None:
+    """What is read of it below is of the right kind.
+
+    Raises:
+        ModelConfigError: it is not.
+    """
+    block = quantization.get("weight_block_size")
+    if block is not None:
+        numbers = block if isinstance(block, list) else []
+        if len(numbers) != 2 or not all(type(n) is int and n >= 1 for n in numbers):
+            raise _wrong(f"{at}.weight_block_size", block, "a list of two whole numbers, at least 1")
+    groups = quantization.get("config_groups")
+    for key, value in (("quantization", quantization.get("quantization")), ("config_groups", groups)):
+        if value is not None and not isinstance(value, Mapping):
+            raise _wrong(f"{at}.{key}", value, "an object")
+    for name, group in (groups or {}).items():
+        if not isinstance(group, Mapping):
+            raise _wrong(f"{at}.config_groups.{name}", group, "an object")
+        if group.get("weights") is not None and not isinstance(group["weights"], Mapping):
+            raise _wrong(f"{at}.config_groups.{name}.weights", group["weights"], "an object")
+    for key in _EXCLUDING_KEYS:
+        patterns = quantization.get(key)
+        if patterns is None:
+            continue
+        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise _wrong(f"{at}.{key}", patterns, "a list of names")
+        for pattern in patterns:
+            try:
+                re.compile(pattern[3:] if pattern.startswith("re:") else "")
+            except (re.error, OverflowError, RecursionError) as error:
+                told = f"a name, or re: and a regular expression ({error})"
+                raise _wrong(f"an entry of {at}.{key}", pattern, told) from error
 
 
 _EXCLUDING_KEYS = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "llm_int8_skip_modules")
