@@ -224,6 +224,12 @@ def test_refuses_by_name() -> None:
         (deep_gemm, rows, plain, "unquantised weights in the deep_gemm_batched experts"),
         (deep_gemm, half, weights, r"rows in torch\.float16 in the deep_gemm_batched experts"),
         (deep_gemm, rows, replace(weights, w2_bias=plain.w2[:, :, 0]), "a bias in the deep_gemm_batched experts"),
+        (
+            deep_gemm,
+            replace(rows, expert_num_tokens=rows.expert_num_tokens.long()),
+            weights,
+            r"int64 in the deep_gemm_ba",
+        ),
         (triton, fp8_rows(rows), plain, "rows in fp8 with unquantised weights in the triton_batched experts"),
         (triton, rows, replace(weights, w13_scale=None), "w13 in .* without w13_scale in the triton_batched experts"),
     ):

@@ -321,3 +321,29 @@ def test_replays_in_a_cuda_graph_with_other_ids(R: int, dtype: torch.dtype) -> N
     assert torch.equal(got, run(rows, weights, part))
     naive, truth = (reference(rows, weights, case, truth=t) for t in (False, True))
     assert_as_accurate_as(got, naive, truth)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (
+            {"topk_ids": torch.zeros(2, 3, dtype=torch.int32)},
+            ShapeError,
+            r"topk_ids in the deep_gemm .*R=5, K=3.*2, 3",
+        ),
+        ({"topk_weights": torch.zeros(4, 3)}, ShapeError, r"topk_weights in the deep_gemm .*R=5, K=3.*4, 3"),
+        (
+            {"out_dtype": torch.float8_e4m3fn},
+            UnsupportedError,
+            r"out_dtype torch.float8_e4m3fn in the deep_gemm",
+        ),
+        ({"out_dtype": torch.int32}, UnsupportedError, r"out_dtype torch.int32 in the deep_gemm"),
+    ],
+    ids=["ids of other rows", "weights of other rows", "fp8 results", "integer results"],
+)
+def test_routing_that_does_not_fit_the_rows_is_refused(
+    wrong: dict[str, object], error: type[Exception], message: str
+) -> None:
+    rows, weights = Case("", R=5, K=3).problem(BF16)
+    with pytest.raises(error, match=message):
+        run(replace(rows, **wrong), weights, experts())  # type: ignore[arg-type]

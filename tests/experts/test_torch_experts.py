@@ -235,3 +235,25 @@ def test_batched_rows_are_refused() -> None:
         TorchExperts(activation=SILU).apply(
             rows, weights, workspace=(), weight_and_reduce_by=EXPERTS, router_weight_on_input=False
         )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (
+            {"topk_ids": torch.zeros(2, 3, dtype=torch.int32)},
+            ShapeError,
+            r"topk_ids in the torch .*R=5, K=3.*2, 3",
+        ),
+        ({"topk_weights": torch.zeros(4, 3)}, ShapeError, r"topk_weights in the torch .*R=5, K=3.*4, 3"),
+        ({"out_dtype": torch.float8_e4m3fn}, UnsupportedError, r"out_dtype torch.float8_e4m3fn in the torch"),
+        ({"out_dtype": torch.int32}, UnsupportedError, r"out_dtype torch.int32 in the torch"),
+    ],
+    ids=["ids of other rows", "weights of other rows", "fp8 results", "integer results"],
+)
+def test_routing_that_does_not_fit_the_rows_is_refused(
+    wrong: dict[str, object], error: type[Exception], message: str
+) -> None:
+    rows, weights = make(Case(why="", R=5, K=3), torch.float32)
+    with pytest.raises(error, match=message):
+        run(Case(why=""), replace(rows, **wrong), weights)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """The triton_batched experts against float64, block by block."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -144,3 +144,32 @@ def test_a_cuda_graph_reads_the_counts_of_each_replay() -> None:
     again = run(other, weights, experts)
     for e, count in enumerate((64, 5, 0, 33)):
         assert torch.equal(got[e, :count], again[e, :count])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (
+            {"expert_num_tokens": torch.zeros(9, dtype=torch.int32)},
+            ShapeError,
+            r"expert_num_tokens in the triton_batched .*9",
+        ),
+        (
+            {"expert_num_tokens": torch.zeros(4, dtype=torch.int64)},
+            UnsupportedError,
+            r"torch.int64 in the triton_batched",
+        ),
+        (
+            {"out_dtype": torch.float8_e4m3fn},
+            UnsupportedError,
+            r"out_dtype torch.float8_e4m3fn in the triton_batched",
+        ),
+    ],
+    ids=["counts of other experts", "counts in int64", "fp8 results"],
+)
+def test_counts_that_do_not_fit_the_blocks_are_refused(
+    wrong: dict[str, object], error: type[Exception], message: str
+) -> None:
+    rows, weights = Case("").problem(torch.float32)
+    with pytest.raises(error, match=message):
+        run(replace(rows, **wrong), weights, TritonBatchedExperts(SILU))  # type: ignore[arg-type]

@@ -241,3 +241,25 @@ def test_more_rows_than_a_grid_axis() -> None:
     case = Case("", R=8, E=E, H=H, F=F)
     naive, truth = (reference(tail, weights, case, d) for d in (torch.bfloat16, torch.float64))
     assert_as_accurate_as(got[-8:], naive, truth)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (
+            {"topk_ids": torch.zeros(2, 3, dtype=torch.int32)},
+            ShapeError,
+            r"topk_ids in the triton .*R=5, K=3.*2, 3",
+        ),
+        ({"topk_weights": torch.zeros(4, 3)}, ShapeError, r"topk_weights in the triton .*R=5, K=3.*4, 3"),
+        ({"out_dtype": torch.float8_e4m3fn}, UnsupportedError, r"out_dtype torch.float8_e4m3fn in the triton"),
+        ({"out_dtype": torch.int32}, UnsupportedError, r"out_dtype torch.int32 in the triton"),
+    ],
+    ids=["ids of other rows", "weights of other rows", "fp8 results", "integer results"],
+)
+def test_routing_that_does_not_fit_the_rows_is_refused(
+    wrong: dict[str, object], error: type[Exception], message: str
+) -> None:
+    rows, weights = Case("", R=5, K=3).problem(torch.float32)
+    with pytest.raises(error, match=message):
+        run(replace(rows, **wrong), weights, TritonExperts(SILU))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,27 @@ def test_a_folder_that_goes_away_ends_the_trace_and_not_the_server(
     run(kernel)
     tracer.close()
     assert "the trace ends here" in caplog.text
+
+
+def test_a_step_in_rounds_is_one_sample(tmp_path: Path) -> None:
+    case = replace(CASE, tokens=(7,))
+    batch, weights = make_batch(case, 0, torch.float32), make_weights(case, torch.float32)
+    tracer = Tracer(tmp_path / "rank0.jsonl", rank=0, size=1, every=4)
+    kernels = []
+    for per_round in (3, None):
+        part = LocalPrepareAndFinalize(placement=ExpertPlacement.linear(CASE.G, 1), rank=0, device=CPU)
+        part.tokens_per_round = per_round
+        kernel = ModularKernel(part, TorchExperts(activation=SILU), allocate=Workspace(CPU))
+        told = {"all2all": "local", "experts": "torch", "num_experts": CASE.G, "traffic": part.traffic}
+        kernel.observe = tracer.observe(f"by {per_round}", **told)  # type: ignore[arg-type]
+        kernels.append(kernel)
+    for _ in range(8):
+        for kernel in kernels:
+            kernel.apply(batch.x, batch.topk_ids, batch.topk_weights, weights, max_tokens_per_rank=7)
+    tracer.close()
+    lines = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    samples = [line for line in lines if line["kind"] == "sample"]
+    assert [(s["step"], s["layer"]) for s in samples] == [(0, 0), (0, 1), (4, 0), (4, 1)]
+    load = [int((batch.topk_ids == e).sum()) for e in range(CASE.G)]
+    for s in samples:
+        assert (s["tokens"], s["rows_sent"], s["rows_received"], s["expert_tokens"]) == (7, [7], [7], load)

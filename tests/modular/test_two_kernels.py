@@ -78,8 +78,21 @@ def test_a_step_in_rounds_is_the_step(bound: int) -> None:
 
 
 def test_more_than_announced_is_refused_in_rounds_too() -> None:
-    with pytest.raises(CapacityError):
-        run(kernel_over(Noting(3)), bound=6)
+    part = Noting(3)
+    with pytest.raises(CapacityError, match="Noting: 7 tokens in a step of 2 rounds announced as at most 6 per rank"):
+        run(kernel_over(part), bound=6)
+    assert part.rounds == [], "nothing was sent"
+
+
+def test_work_meanwhile_does_not_run_if_a_round_before_it_fails() -> None:
+    class Failing(Noting):
+        def prepare(self, *_: Any, **__: Any) -> Dispatched[LocalTicket]:
+            raise RuntimeError("lost")
+
+    calls: list[int] = []
+    with pytest.raises(RuntimeError, match="lost"):
+        run(kernel_over(Failing(3)), meanwhile=lambda: calls.append(1))
+    assert calls == []
 
 
 @pytest.mark.parametrize(("tokens", "bound", "which"), [(7, 7, 1), (2, 4, 0), (2, 5, 1), (0, 0, 0), (0, 9, 1)])

@@ -42,6 +42,17 @@ def test_high_throughput_sends_whole_copies_of_a_warp(hidden: int, sent: int) ->
 
 
 @pytest.mark.parametrize(
+    ("hidden", "low_latency", "high_throughput"),
+    [(256, False, False), (2048, True, True), (2304, False, False), (3584, False, True), (7168, True, True)],
+)
+def test_rows_go_out_in_fp8_only_at_their_own_width(hidden: int, low_latency: bool, high_throughput: bool) -> None:
+    widths = library.low_latency_hidden(hidden), library.high_throughput_hidden(hidden, fp8=True)
+    told = tuple(library.sends_fp8(hidden, wire_hidden=width, fp8_rows=True) for width in widths)
+    assert told == (low_latency, high_throughput)
+    assert not any(library.sends_fp8(hidden, wire_hidden=width, fp8_rows=False) for width in widths)
+
+
+@pytest.mark.parametrize(
     ("limit", "capacity", "ranks", "tokens"),
     [
         pytest.param(256, 8192, 2, 256, id="the limit"),

@@ -1,13 +1,17 @@
 """What `pplx` decides without pplx-kernels: routing in which every slot names an expert of its own."""
 
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from vllm_moe_modular.errors import MoEModularError, UnsupportedError
+from vllm_moe_modular.errors import MoEModularError, ShapeError, UnsupportedError
+from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.prepare_finalize.pplx import (
     PplxBuffers,
+    PplxPrepareAndFinalize,
     PplxShape,
     complete_routing,
     load_pplx,
@@ -70,3 +74,70 @@ def test_a_third_call_in_flight_is_refused() -> None:
 def test_a_missing_library_is_named_with_what_the_loader_says() -> None:
     with pytest.raises(UnsupportedError, match=r"pplx-kernels that cannot be loaded .*'pplx_kernels'.*doctor"):
         load_pplx()
+
+
+class Transport:
+    """In place of the library's; fails where it is told to."""
+
+    fails = ""
+
+    def dispatch(self, *, out_expert_num_tokens: torch.Tensor, out_expert_x: torch.Tensor, **_: Any) -> None:
+        if self.fails == "dispatch":
+            raise RuntimeError(self.fails)
+        out_expert_num_tokens.zero_()
+        out_expert_x.zero_()
+
+    def combine(self, **_: Any) -> None:
+        if self.fails == "combine":
+            raise RuntimeError(self.fails)
+
+
+def part_over(buffers: PplxBuffers) -> PplxPrepareAndFinalize:
+    group: Any = SimpleNamespace(rank=0, size=1)
+    placement, cpu = ExpertPlacement.linear(8, 1), torch.device("cpu")
+    part = PplxPrepareAndFinalize(
+        group=group, buffers=buffers, placement=placement, hidden=16, dtype=torch.bfloat16, device=cpu
+    )
+    part._experts.ids = lambda ids, **_: ids.long()  # type: ignore[method-assign]  # a GPU's kernel
+    return part
+
+
+def prepared(part: PplxPrepareAndFinalize, *, top_k: int = 2) -> Any:
+    ids = torch.arange(top_k).expand(3, top_k)
+    x = torch.zeros(3, 16, dtype=torch.bfloat16)
+    return part.prepare(x, ids, torch.ones(3, top_k), max_tokens_per_rank=3, router_weight_on_input=False)
+
+
+def test_a_call_that_fails_gives_its_buffers_back() -> None:
+    transport = Transport()
+    part = part_over(PplxBuffers(SHAPE, [transport], rank=0))
+    out = torch.zeros(3, 16, dtype=torch.bfloat16)
+    for _ in range(2):
+        transport.fails = "dispatch"
+        with pytest.raises(RuntimeError, match="dispatch"):
+            prepared(part)
+        transport.fails = "combine"
+        done = prepared(part)
+        with pytest.raises(ShapeError, match="y: expected"):
+            part.finalize(done.rows.x[1:], done.ticket, out_TH=out)
+        with pytest.raises(RuntimeError, match="combine"):
+            part.finalize(done.rows.x, done.ticket, out_TH=out)
+
+
+def test_a_ticket_is_finalized_once() -> None:
+    buffers = PplxBuffers(SHAPE, [Transport(), Transport()], rank=0)
+    part, out = part_over(buffers), torch.zeros(3, 16, dtype=torch.bfloat16)
+    done = prepared(part)
+    part.finalize(done.rows.x, done.ticket, out_TH=out)
+    with pytest.raises(MoEModularError, match="pplx, rank 0: buffers 0 are free already"):
+        part.finalize(done.rows.x, done.ticket, out_TH=out)
+    with pytest.raises(MoEModularError, match="free already"):
+        buffers.give_back(1)
+    assert [buffers.take(), buffers.take()] == [0, 1]
+
+
+def test_another_top_k_than_that_of_the_buffers_is_refused() -> None:
+    buffers = PplxBuffers(SHAPE, [Transport()], rank=0)
+    with pytest.raises(ShapeError, match=r"topk_ids_TK: expected shape \[T=3, K=2\], got \[3, 3\]"):
+        prepared(part_over(buffers), top_k=3)
+    assert buffers.take() == 0

@@ -228,7 +228,7 @@ def _sizes(rows: BatchedRows, weights: ExpertWeights) -> _Sizes:
 
 def _require_fitting(rows: BatchedRows, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales of both weights."""
-    require_batched_shapes(rows.x, weights)
+    require_batched_shapes(rows, weights, _WHERE)
     require_row_scales(rows, _WHERE)
     require_deep_gemm(rows, weights, _WHERE)
     if weights.w13_scale is None or weights.w2_scale is None:

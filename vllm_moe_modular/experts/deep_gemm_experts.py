@@ -228,6 +228,6 @@ def _sizes(rows: StandardRows, weights: ExpertWeights, alignment: int) -> _Sizes
 
 
 def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:
-    require_shapes(rows.x, weights)
+    require_shapes(rows, weights, _WHERE)
     require_row_scales(rows, _WHERE)
     require_deep_gemm(rows, weights, _WHERE)

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, linear, relu, silu
 
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import ShapeError
-from vllm_moe_modular.experts.requirements import standard
+from vllm_moe_modular.experts.requirements import require_routing, standard
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights, PermuteExpertsUnpermute
 from vllm_moe_modular.modular.fp8 import dequantized, dequantized_rows, require_row_scales, require_scales
@@ -56,16 +56,19 @@ class TorchExperts(PermuteExpertsUnpermute):
         uninitialised behind an id of -1; no weight is applied, to the input neither.
 
         Raises:
-            ShapeError: the rows are not of the weights' hidden size; scales do not fit the weights or the rows.
-            UnsupportedError: the rows are batched; weights or rows in float8_e4m3fn have no scales, or others have.
+            ShapeError: the rows are not of the weights' hidden size; ids, router weights or scales do not fit the rows;
+                scales do not fit the weights.
+            UnsupportedError: the rows are batched; weights or rows in float8_e4m3fn have no scales, or others have;
+                the result in a dtype that is none of activations.
         """
         rows = standard(rows, experts="torch")
-        (R, H), K, E = rows.x.shape, rows.topk_ids.shape[1], weights.w13.shape[0]
+        (R, H), E = rows.x.shape, weights.w13.shape[0]
         if weights.w13.shape[2] != H:
             raise ShapeError("x", want=("R", "H"), values={"R": R, "H": weights.w13.shape[2]}, got=rows.x.shape)
+        require_routing(rows, "the torch experts")
         require_scales(weights, "the torch experts")
         require_row_scales(rows, "the torch experts")
-        x_RH, dtype = dequantized_rows(rows), rows.dtype
+        x_RH, dtype, K = dequantized_rows(rows), rows.dtype, rows.topk_ids.shape[1]
         by_experts = weight_and_reduce_by is WeightAndReduceBy.EXPERTS
         accumulate = torch.float64 if dtype == torch.float64 else torch.float32
         out = x_RH.new_zeros((R, H), dtype=accumulate) if by_experts else x_RH.new_empty((R * K, H))

@@ -184,7 +184,7 @@ def _in_fp8(
 
 
 def _require_fitting(rows: BatchedRows, weights: ExpertWeights) -> None:
-    require_batched_shapes(rows.x, weights)
+    require_batched_shapes(rows, weights, _WHERE)
     require_scales(weights, _WHERE)
     require_row_scales(rows, _WHERE)
     require_fp8_together(rows, weights, _WHERE)

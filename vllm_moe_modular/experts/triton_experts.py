@@ -268,7 +268,7 @@ class TritonExperts(PermuteExpertsUnpermute):
 
 
 def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:
-    require_shapes(rows.x, weights)
+    require_shapes(rows, weights, "the triton experts")
     require_scales(weights, "the triton experts")
     require_row_scales(rows, "the triton experts")
     require_fp8_together(rows, weights, "the triton experts")

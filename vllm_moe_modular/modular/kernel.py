@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
-from vllm_moe_modular.errors import IncompatiblePartsError, ShapeError
+from vllm_moe_modular.errors import CapacityError, IncompatiblePartsError, ShapeError
 from vllm_moe_modular.modular.experts import ExpertWeights, PermuteExpertsUnpermute
 from vllm_moe_modular.modular.fp8 import BLOCK
 from vllm_moe_modular.modular.prepare_finalize import BatchedRows, PrepareAndFinalize, Rows, StandardRows
@@ -35,14 +35,17 @@ def pair_objections(
 
 
 class Mark(Protocol):
-    """Told at the end of each phase of one call."""
+    """Told at the end of each phase of one call, in each of its rounds."""
 
     def __call__(self, phase: str, rows: Rows | None = None) -> None:
-        """`phase` is over: "prepare" (with the rows that arrived), "experts", "send home", "meanwhile", "finalize"."""
+        """`phase` is over: "prepare" (with the rows that arrived), "experts", "send home", "meanwhile", "finalize".
+
+        "call" comes once, after the last round.
+        """
 
 
 Observe = Callable[[torch.Tensor], Mark]
-"""Called with x [T, H] as a call begins. Must not wait for the device."""
+"""Called with x [T, H] as a call begins, once however many rounds it takes. Must not wait for the device."""
 
 
 def unobserved(phase: str, rows: Rows | None = None) -> None:
@@ -53,7 +56,7 @@ def rounds_of(tokens: int, max_tokens_per_rank: int, tokens_per_round: int | Non
     """The rounds of a step: this rank's tokens in each, and the most of any rank.
 
     Their number follows from the fullest rank alone, so that it is the same on all of them. What a rank has beyond what
-    was announced is in its last round, whose `prepare` refuses it.
+    was announced would be in its last round; the kernel refuses it before the first.
     """
     per_round = tokens_per_round or max_tokens_per_rank
     if max_tokens_per_rank <= per_round:
@@ -182,10 +185,15 @@ class ModularKernel:
             weights: of this rank's experts.
             max_tokens_per_rank: the largest T of any rank in this step, the same on every rank.
             router_weight_on_input: the weights multiply the experts' input rather than their output.
-            meanwhile: work to overlap with the way home, the shared experts usually. Called exactly once.
+            meanwhile: work to overlap with the way home, the shared experts usually. Called at most once;
+                not if a round before it fails.
 
         Returns:
             [T, H], dtype of `x_TH`.
+
+        Raises:
+            CapacityError: more tokens than `max_tokens_per_rank`.
+            ShapeError: ids or weights are of other tokens.
         """
         try:
             return self._run(
@@ -218,15 +226,23 @@ class ModularKernel:
             wrong = "topk_ids_TK" if topk_ids_TK.shape[0] != T else "topk_weights_TK"
             got = topk_ids_TK.shape if wrong == "topk_ids_TK" else topk_weights_TK.shape
             raise ShapeError(wrong, want=("T", "K"), values={"T": T, "K": K}, got=got)
-        out_TH = torch.empty_like(x_TH)
-        call = partial(self._run_round, weights=weights, router_weight_on_input=router_weight_on_input)
         *before, (last, bound) = rounds_of(T, max_tokens_per_rank, self.prepare_finalize.tokens_per_round)
+        if before and max_tokens_per_rank < T:
+            raise CapacityError(
+                f"{type(self.prepare_finalize).__name__}: {T} tokens in a step of {len(before) + 1} rounds announced "
+                f"as at most {max_tokens_per_rank} per rank; give max_tokens_per_rank, on all ranks alike, the largest "
+                "number of tokens of any rank in the step"
+            )
+        out_TH = torch.empty_like(x_TH)
+        mark = unobserved if self.observe is None else self.observe(x_TH)
+        call = partial(self._run_round, weights=weights, router_weight_on_input=router_weight_on_input, mark=mark)
         for tokens, full in before:
             given = x_TH[tokens], topk_ids_TK[tokens], topk_weights_TK[tokens]
             call(*given, max_tokens_per_rank=full, meanwhile=None, out_TH=out_TH[tokens])
         rest = (x_TH, topk_ids_TK, topk_weights_TK, out_TH)
         x, ids, topk_weights, out = (t[last] for t in rest) if before else rest
         call(x, ids, topk_weights, max_tokens_per_rank=bound, meanwhile=meanwhile, out_TH=out)
+        mark("call")
         return out_TH
 
     def _run_round(
@@ -239,9 +255,9 @@ class ModularKernel:
         max_tokens_per_rank: int,
         router_weight_on_input: bool,
         meanwhile: Callable[[], None] | None,
+        mark: Mark,
         out_TH: torch.Tensor,
     ) -> None:
-        mark = unobserved if self.observe is None else self.observe(x_TH)
         by = self.prepare_finalize.weight_and_reduce_by
         dispatched = self.prepare_finalize.prepare(
             x_TH,

@@ -41,8 +41,8 @@ logger = logging.getLogger("vllm.moe_modular")
 class Tracer:
     """Writes a file of one rank: a line for the run, one for each layer, one for each sampled call of a layer.
 
-    All layers sample the same steps, on every rank: each counts its own calls, and a step calls each once. A replay of
-    a CUDA graph runs no Python and is not sampled.
+    All layers sample the same steps, on every rank: each counts its own calls, and a step calls each once. The rounds
+    of a step are summed. A replay of a CUDA graph runs no Python and is not sampled.
 
     Args:
         file: is replaced.
@@ -118,7 +118,7 @@ class Tracer:
 
 
 class _Sample:
-    """One call of one layer, and the `Mark` of it."""
+    """One call of one layer with all its rounds, and the `Mark` of it."""
 
     def __init__(
         self, tracer: Tracer, *, layer: int, step: int, num_experts: int, traffic: Traffic | None, x_TH: torch.Tensor
@@ -131,22 +131,23 @@ class _Sample:
         self._traffic = traffic
         self._before = None if traffic is None else (list(traffic.rows_sent), list(traffic.rows_received))
         self._moved: tuple[list[int], list[int]] | None = None
-        self._expert_tokens: torch.Tensor | None = None
+        self._expert_tokens: list[torch.Tensor] = []  # by round
         self._phases: list[str] = []
         self._moments = [self._now()]
 
     def __call__(self, phase: str, rows: Rows | None = None) -> None:
+        if phase == "call":
+            self._tracer.take(self)
+            return
         self._moments.append(self._now())
         self._phases.append(phase)
         if rows is not None:
-            self._expert_tokens = self._on_its_way_to_the_host(expert_tokens(rows, self._num_experts))
+            self._expert_tokens.append(self._on_its_way_to_the_host(expert_tokens(rows, self._num_experts)))
             if self._traffic is not None and self._before is not None:
                 sent, received = self._before
                 self._moved = _grown(self._traffic.rows_sent, sent), _grown(self._traffic.rows_received, received)
             self._moments.append(self._now())
             self._phases.append("looking")
-        if phase == "finalize":
-            self._tracer.take(self)
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -179,8 +180,8 @@ class _Sample:
             "at_s": round(self._at_s, 3),
         }
         line |= {"tokens": self._tokens, "ms": {phase: round(took, 4) for phase, took in ms.items()}}
-        if self._expert_tokens is not None:
-            line["expert_tokens"] = self._expert_tokens.tolist()
+        if self._expert_tokens:
+            line["expert_tokens"] = torch.stack(self._expert_tokens).sum(dim=0).tolist()
         if self._moved is not None:
             line["rows_sent"], line["rows_received"] = self._moved
         return line

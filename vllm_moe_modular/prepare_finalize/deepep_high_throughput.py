@@ -24,6 +24,7 @@ from vllm_moe_modular.prepare_finalize.deepep_library import (
     load_deepep,
     losses,
     require_high_throughput,
+    sends_fp8,
     topk_ids_dtype,
 )
 from vllm_moe_modular.prepare_finalize.routing import check_ranks, check_step
@@ -62,7 +63,9 @@ class DeepEPHighThroughputPrepareAndFinalize(PrepareAndFinalize[HighThroughputTi
         placement: which rank holds which expert.
         hidden: H.
         device: of the activations.
-        fp8: rows are sent as float8_e4m3fn with a scale for every 128 columns; partial sums in bfloat16 all the same.
+        fp8: rows may be sent as float8_e4m3fn with a scale for every 128 columns; partial sums in bfloat16 all the
+            same. They are where H is a multiple of 512; rows of other sizes go out in bfloat16, since columns that are
+            added would leave rows that are not contiguous, which experts refuse in fp8.
 
     Raises:
         AgreementError: `placement` and `group` are not over the same number of ranks.
@@ -88,8 +91,8 @@ class DeepEPHighThroughputPrepareAndFinalize(PrepareAndFinalize[HighThroughputTi
         self._buffer = buffer
         self._num_experts = placement.num_experts
         self._hidden = hidden
-        self._fp8 = fp8
-        self._wire_hidden = high_throughput_hidden(hidden, fp8=fp8)
+        self._fp8 = sends_fp8(hidden, wire_hidden=high_throughput_hidden(hidden, fp8=True), fp8_rows=fp8)
+        self._wire_hidden = high_throughput_hidden(hidden, fp8=self._fp8)
         self._experts = UniformExperts(placement, dtype=topk_ids_dtype(load_deepep()), device=device)
 
     @classmethod
@@ -100,7 +103,8 @@ class DeepEPHighThroughputPrepareAndFinalize(PrepareAndFinalize[HighThroughputTi
         require_high_throughput(ranks=group.size, local_experts=max(placement.num_local), top_k=context.top_k)
         if context.dtype != torch.bfloat16:
             raise UnsupportedError(f"{context.dtype} in {NAME}", instead="it takes bfloat16; pass --dtype bfloat16")
-        hidden_bytes = high_throughput_hidden(context.hidden, fp8=context.fp8_rows) * context.dtype.itemsize
+        # Where rows go out in fp8 they are as wide as without: `sends_fp8`.
+        hidden_bytes = high_throughput_hidden(context.hidden) * context.dtype.itemsize
         return cls(
             group=group,
             buffer=high_throughput_buffer(group, hidden_bytes),

@@ -102,6 +102,16 @@ def low_latency_hidden(hidden: int) -> int:
     )
 
 
+def sends_fp8(hidden: int, *, wire_hidden: int, fp8_rows: bool) -> bool:
+    """Whether rows go out in fp8: only at their own width, as the experts take no slice of wider rows in fp8.
+
+    Args:
+        wire_hidden: the columns that would be sent in fp8.
+        fp8_rows: the experts take rows in fp8.
+    """
+    return fp8_rows and wire_hidden == hidden
+
+
 def low_latency_round(limit: int, capacity_tokens: int, ranks: int) -> int:
     """Tokens per rank and round: W times it is a multiple of 4, and it is little more than a step can bring.
 

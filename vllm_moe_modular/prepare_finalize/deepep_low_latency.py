@@ -26,6 +26,7 @@ from vllm_moe_modular.prepare_finalize.deepep_library import (
     low_latency_hidden,
     low_latency_round,
     require_low_latency,
+    sends_fp8,
     topk_ids_dtype,
 )
 from vllm_moe_modular.prepare_finalize.routing import check_ranks, check_step
@@ -70,7 +71,9 @@ class DeepEPLowLatencyPrepareAndFinalize(PrepareAndFinalize[LowLatencyTicket]):
         placement: which rank holds which expert.
         hidden: H.
         device: of the activations.
-        fp8: the library sends rows as float8_e4m3fn with a scale for every 128 columns; they come home in bfloat16.
+        fp8: the library may send rows as float8_e4m3fn with a scale for every 128 columns; they come home in bfloat16.
+            It does where H is a size that it was compiled for; rows of other sizes go out in bfloat16, since columns
+            that are added would leave rows that are not contiguous, which experts refuse in fp8.
 
     Raises:
         AgreementError: `placement` and `group` are not over the same number of ranks.
@@ -96,7 +99,7 @@ class DeepEPLowLatencyPrepareAndFinalize(PrepareAndFinalize[LowLatencyTicket]):
         self._num_experts = placement.num_experts
         self._num_local = placement.num_local[group.rank]
         self._hidden = hidden
-        self._fp8 = fp8
+        self._fp8 = sends_fp8(hidden, wire_hidden=buffer.shape.hidden, fp8_rows=fp8)
         self._experts = UniformExperts(placement, dtype=topk_ids_dtype(load_deepep()), device=device)
         self.tokens_per_round = buffer.shape.tokens_per_round
 

@@ -155,8 +155,22 @@ class PplxBuffers:
             )
         return self._free.pop(0)
 
+    def require_taken(self, index: int) -> None:
+        """Raises:
+        MoEModularError: no call has it.
+        """
+        if index in self._free:
+            raise MoEModularError(
+                f"{NAME}, rank {self._rank}: buffers {index} are free already; finalize the ticket of a prepare once"
+            )
+
     def give_back(self, index: int) -> None:
-        """The call that had it was finalized."""
+        """The call that had it is over.
+
+        Raises:
+            MoEModularError: no call has it.
+        """
+        self.require_taken(index)
         self._free = sorted([*self._free, index])
 
 
@@ -300,7 +314,8 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
 
         Raises:
             CapacityError: more tokens than `max_tokens_per_rank`, or that more than those of a round.
-            ShapeError: not the hidden size that the buffers were reserved for.
+            MoEModularError: two calls are in flight already.
+            ShapeError: not the hidden size or the top-k that the buffers were reserved for.
             UnsupportedError: not their dtype; or the router's weight is on the input of several experts of a token.
         """
         shape, T = self._buffers.shape, x_TH.shape[0]
@@ -317,6 +332,9 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
                 f"{shape.tokens_per_round}; run it in a ModularKernel, which makes several rounds of them"
             )
         self._check("x_TH", x_TH, (T, self._hidden))
+        for name, t in (("topk_ids_TK", topk_ids_TK), ("topk_weights_TK", topk_weights_TK)):
+            if t.shape != (T, shape.top_k):
+                raise ShapeError(name, want=("T", "K"), values={"T": T, "K": shape.top_k}, got=t.shape)
         if router_weight_on_input:
             if shape.top_k != 1:
                 raise UnsupportedError(
@@ -330,13 +348,14 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
             topk_weights_TK = topk_weights_TK.new_zeros((1, shape.top_k))
         known_TK = self._experts.ids(topk_ids_TK)
         ids_TK, weights_TK = complete_routing(known_TK, topk_weights_TK, self._fillers_K)
-        ticket = PplxTicket(
-            slot=self._buffers.take(),
-            ids=ids_TK.to(torch.uint32),
-            weights=weights_TK.contiguous(),
-            bound=tokens_to_send(known_TK).to(torch.uint32),
-        )
-        return Dispatched(self._dispatch(padded_rows(x_TH, shape.hidden, least_rows=1), ticket), ticket)
+        ids_TK, weights_TK = ids_TK.to(torch.uint32), weights_TK.contiguous()
+        bound = tokens_to_send(known_TK).to(torch.uint32)
+        ticket = PplxTicket(slot=self._buffers.take(), ids=ids_TK, weights=weights_TK, bound=bound)
+        try:
+            return Dispatched(self._dispatch(padded_rows(x_TH, shape.hidden, least_rows=1), ticket), ticket)
+        except BaseException:
+            self._buffers.give_back(ticket.slot)
+            raise
 
     def _dispatch(self, x: torch.Tensor, ticket: PplxTicket) -> BatchedRows:
         shape, W = self._buffers.shape, self._group.size
@@ -355,25 +374,29 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
         return BatchedRows(x_ECH[: self._num_local, :, : self._hidden], counts_E[: self._num_local])
 
     def finalize(self, y: torch.Tensor, ticket: PplxTicket, *, out_TH: torch.Tensor) -> None:
-        """See `PrepareAndFinalize.finalize`.
+        """See `PrepareAndFinalize.finalize`. The buffers are free then, also if it fails, but for a wrong `y`.
 
         Raises:
+            MoEModularError: the ticket was finalized already.
             ShapeError: `y` has not the shape of the blocks.
             UnsupportedError: not in the dtype of the buffers.
         """
         shape, (T, H) = self._buffers.shape, out_TH.shape
         self._check("y", y, (self._num_local, self._group.size * shape.tokens_per_round, self._hidden))
+        self._buffers.require_taken(ticket.slot)
         fits = (ticket.ids.shape[0], shape.hidden) == (T, H) and out_TH.is_contiguous()
-        home = out_TH if fits else out_TH.new_empty((ticket.ids.shape[0], shape.hidden))
-        home.zero_()  # tokens that were not sent
-        self._buffers.transports[ticket.slot].combine(
-            out_tokens=home,
-            indices=ticket.ids,
-            weights=ticket.weights,
-            expert_y=padded_blocks(y, self._experts.per_rank, shape.hidden),
-            bound_m=ticket.bound,
-        )
-        self._buffers.give_back(ticket.slot)
+        try:
+            home = out_TH if fits else out_TH.new_empty((ticket.ids.shape[0], shape.hidden))
+            home.zero_()  # tokens that were not sent
+            self._buffers.transports[ticket.slot].combine(
+                out_tokens=home,
+                indices=ticket.ids,
+                weights=ticket.weights,
+                expert_y=padded_blocks(y, self._experts.per_rank, shape.hidden),
+                bound_m=ticket.bound,
+            )
+        finally:
+            self._buffers.give_back(ticket.slot)
         if not fits:
             out_TH.copy_(home[:T, :H])
 
