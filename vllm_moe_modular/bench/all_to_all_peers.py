@@ -92,20 +92,19 @@ def _nvlink(
     a combine, for a dispatch waits for the peers' dispatch only. What is compared is whole.
     """
     shape = NvlinkShape(here.size, capacity, case.K, case.H, torch.bfloat16, fp8_rows=fp8)
+    buffers = buffers_for(here.group, shape, here.device)
     part = NvlinkPrepareAndFinalize(
-        buffers=buffers_for(here.group, shape, here.device),
+        buffers=buffers,
         placement=ExpertPlacement.linear(case.G, here.size),
         timeout_s=20.0,
     )
-
-    buffers = buffers_for(here.group, shape, here.device)
     y = torch.empty(here.size * case.T, case.H, dtype=torch.bfloat16, device=here.device)
 
     def round_trip(tokens: Tokens) -> torch.Tensor:
         done = part.prepare(
             tokens.x, tokens.ids, tokens.weights, max_tokens_per_rank=case.T, router_weight_on_input=False
         )
-        assert isinstance(done.rows, StandardRows)
+        assert isinstance(done.rows, StandardRows), "nvlink delivers the standard format"
         timed = torch.cuda.is_current_stream_capturing()
         if timed and dispatch_alone:
             buffers.give_back(done.ticket.slot)
