@@ -3,7 +3,7 @@
 Over the installed DeepGEMM where there is one, else over a stand-in in plain torch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import pytest
@@ -208,6 +208,16 @@ def test_no_rows(dtype: torch.dtype) -> None:
     rows, weights = Case("", R=1).problem(dtype)
     none = StandardRows(rows.x[:0], rows.topk_ids[:0], rows.topk_weights[:0])
     assert run(none, weights, experts()).shape == (0, 256)
+
+
+@both
+def test_no_experts_on_this_rank(dtype: torch.dtype) -> None:
+    rows, weights = Case("", R=5).problem(dtype)
+    rows.topk_ids[:] = -1
+    nobody = {f.name: value[:0] for f in fields(weights) if (value := getattr(weights, f.name)) is not None}
+    out = run(rows, ExpertWeights(**nobody), experts())
+    assert out.shape == (5, 256)
+    assert not out.any()
 
 
 @both

@@ -56,6 +56,7 @@ CASES = [
     Case("rows of no multiple of 16 bytes", C=7, counts=(7, 0, 2), H=66, F=38),
     Case("many rows per expert", C=150, counts=(150, 31)),
     Case("nobody has rows", counts=(0, 0)),
+    Case("no experts on this rank", counts=()),
     Case("12 experts", counts=tuple(range(12)), C=12, activation=Activation(kind=ActivationKind.GELU_TANH)),
 ]
 
@@ -68,7 +69,7 @@ def run(rows: BatchedRows, weights: ExpertWeights, experts: TritonBatchedExperts
 
 
 def real(t_ECH: torch.Tensor, case: Case) -> torch.Tensor:
-    return torch.cat([t_ECH[e, :count] for e, count in enumerate(case.counts)])
+    return torch.cat([t_ECH[:0, 0], *(t_ECH[e, :count] for e, count in enumerate(case.counts))])
 
 
 def reference(rows: BatchedRows, weights: ExpertWeights, case: Case, dtype: torch.dtype) -> torch.Tensor:

@@ -157,6 +157,15 @@ def test_no_rows() -> None:
     assert run(none, weights, TritonExperts(SILU)).shape == (0, 64)
 
 
+@pytest.mark.parametrize("R", [1, 21])
+def test_no_experts_on_this_rank(R: int) -> None:
+    rows, weights = Case("", R=R).problem(torch.float32)
+    rows.topk_ids[:] = -1
+    out = run(rows, ExpertWeights(w13=weights.w13[:0], w2=weights.w2[:0]), TritonExperts(SILU))
+    assert out.shape == (R, 64)
+    assert not out.any()
+
+
 @pytest.mark.usefixtures("multiplies_each_row_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("few", "many"), [(5, 40), (1, 2)], ids=["in batches", "slot by slot"])

@@ -23,6 +23,7 @@ from vllm_moe_modular.testing.fp8_rows import fp8_rows
         ("half of Qwen3-235B", 512, 8, 64, 1536, False, False),
         ("half of Qwen3-235B", 8192, 8, 64, 1536, False, True),
         ("Mixtral-8x7B", 8192, 2, 8, 14336, False, False),
+        ("no experts on this rank", 4, 2, 0, 768, False, False),
     ],
 )
 def test_what_was_measured_to_be_faster_runs(

@@ -152,8 +152,9 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
         rows = standard(rows, experts="deep_gemm")
         require_weighting_by_experts(weight_and_reduce_by, experts="deep_gemm")
         _require_fitting(rows, weights)
-        if rows.x.shape[0] == 0:
-            return rows.x.new_empty((0, weights.w2.shape[1]), dtype=rows.dtype)
+        R, (E, H, _) = rows.topk_ids.shape[0], weights.w2.shape
+        if R * E == 0:
+            return rows.x.new_zeros((R, H), dtype=rows.dtype)
         return self._run(rows, weights, workspace, router_weight_on_input, out_RH)
 
     def _run(

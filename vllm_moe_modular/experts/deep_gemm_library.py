@@ -33,7 +33,7 @@ _INSTEAD = "install the one that vLLM carries or choose other experts"
 
 def expected_rows(slots: int, num_experts: int) -> int:
     """Of an expert, rounded up to a power of two, so that few kernels are ever compiled."""
-    return 1 << (-(-slots // num_experts) - 1).bit_length()
+    return 1 << (-(-slots // max(1, num_experts)) - 1).bit_length()
 
 
 class DeepGemm:

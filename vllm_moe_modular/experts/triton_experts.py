@@ -126,12 +126,12 @@ class TritonExperts(PermuteExpertsUnpermute):
         """
         rows = standard(rows, experts="triton")
         require_weighting_by_experts(weight_and_reduce_by, experts="triton")
-        R, H = rows.topk_ids.shape[0], weights.w2.shape[1]
+        R, (E, H, _) = rows.topk_ids.shape[0], weights.w2.shape
         _require_fitting(rows, weights)
         if weights.w13_scale is not None and weights.w13_scale.dim() == 3:
             require_whole_blocks(weights, self._activation, "the triton experts")
-        if R == 0:
-            return rows.x.new_empty((0, H), dtype=rows.dtype)
+        if R * E == 0:
+            return rows.x.new_zeros((R, H), dtype=rows.dtype)
         batch = self._batch if weights.w13_scale is None else self._batch_fp8
         run = self._small_batch if self._is_small_batch(rows, weights) else batch
         return run(rows, weights, workspace, router_weight_on_input, out_RH)

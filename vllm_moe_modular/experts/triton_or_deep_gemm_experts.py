@@ -31,7 +31,7 @@ def prefers_deep_gemm(
         slots: rows times top-k.
         tuned: what a table of this GPU has for the problem, which wins where both were measured; None: nothing.
     """
-    mean_rows = slots / num_experts
+    mean_rows = slots / max(1, num_experts)
     untuned = mean_rows >= 96 if fp8 else 1024 <= intermediate < 4096 and mean_rows >= 192
     return untuned if tuned is None else tuned.prefers_deep_gemm(untuned)
 

@@ -73,7 +73,7 @@ def choose_tiles(
     """
     if tuned is not None:
         return tuned
-    mean_rows = slots / num_experts
+    mean_rows = slots / max(1, num_experts)
     if itemsize == 1:
         return _choose_fp8_tiles(mean_rows, intermediate=intermediate, room=shared_memory_bytes - _EPILOGUE_BYTES)
     if mean_rows >= 48:

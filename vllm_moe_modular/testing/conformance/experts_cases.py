@@ -42,7 +42,7 @@ class Case:
     K: int = 2
     E: int = 5
     H: int = 64
-    F: int = 32
+    F: int = 64
     bias: bool = False
     absent: float = 0.3
     only_expert: int | None = None
@@ -234,7 +234,7 @@ def _same_bits(s: Subject) -> None:
 
 def _random_steps(s: Subject) -> None:
     generator, wrong = torch.Generator().manual_seed(7), []
-    shape = Case(why="", R=1, H=32, F=16)
+    shape = Case(why="", R=1)
     experts = s.make(replace(shape, R=12))
     for step in range(100):
         R = int(torch.randint(0, 13, (), generator=generator))
