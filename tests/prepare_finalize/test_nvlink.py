@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 
 import torch
 
@@ -15,12 +16,15 @@ from tests.kernels.common import random_fp8_weights
 from vllm_moe_modular.errors import CapacityError, MoEModularError, RankLostError, ShapeError, UnsupportedError
 from vllm_moe_modular.experts.triton_experts import TritonExperts
 from vllm_moe_modular.kernels.nvlink_memory import Failure, NvlinkShape, make_slot, unpack_failure
+from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
 from vllm_moe_modular.modular.fp8 import dequantized_rows
 from vllm_moe_modular.modular.kernel import ModularKernel
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import Dispatched, StandardRows
+from vllm_moe_modular.modular.rank_group import RankGroup
 from vllm_moe_modular.modular.workspace import Workspace
+from vllm_moe_modular.prepare_finalize import nvlink
 from vllm_moe_modular.prepare_finalize.nvlink import NvlinkBuffers, NvlinkPrepareAndFinalize, NvlinkTicket
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -176,3 +180,20 @@ def test_what_the_device_noted_is_raised_at_every_chance(
 def test_notes_of_the_device() -> None:
     assert unpack_failure(0) is None
     assert unpack_failure(1 << 48 | 0x7FFFFFFF) == Failure("dispatch", 0, 2**31 - 1)
+
+
+def test_a_capacity_of_no_tokens_holds_the_one_row_that_every_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvlink, "buffers_for", lambda group, shape, device: buffers_of(shape))  # noqa: ARG005
+    context = BuildContext(
+        device=DEVICE, dtype=torch.float32, placement=ExpertPlacement.linear(3, 1), rank=0,
+        group=cast("RankGroup", SimpleNamespace(size=1, process_group=None, timeout_s=1.0)), hidden=16, top_k=2,
+        capacity_tokens=0, activation=None, low_latency_tokens=256,
+    )  # fmt: skip
+    part = NvlinkPrepareAndFinalize.build(context)
+    for step in range(2):
+        done = prepare(part, rows_of(0), at_most=0)
+        assert isinstance(done.rows, StandardRows), step
+        assert done.rows.topk_ids.tolist() == [[-1, -1]]
+        assert finalized(part, done, 0).shape == (0, 16)
+    with pytest.raises(CapacityError, match="2 tokens per rank, 1 were reserved for"):
+        prepare(part, rows_of(2), at_most=2)

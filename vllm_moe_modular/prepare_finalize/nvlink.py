@@ -193,7 +193,7 @@ class NvlinkPrepareAndFinalize(PrepareAndFinalize[NvlinkTicket]):
         group = context.require_group()
         shape = NvlinkShape(
             ranks=group.size,
-            capacity_tokens=context.capacity_tokens,
+            capacity_tokens=max(1, context.capacity_tokens),
             top_k=context.top_k,
             hidden=context.hidden,
             dtype=context.dtype,
