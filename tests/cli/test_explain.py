@@ -89,6 +89,16 @@ def test_weights_that_experts_do_not_read_are_named_with_what_they_read(capsys: 
     assert re.search(r"no +torch +the weights are quantised \(mxfp4\), it reads fp8, .*; use the vllm experts", printed)
 
 
+def test_remedies_lead_to_the_experts_that_fit(capsys: Captured) -> None:
+    """Of gpt-oss in mxfp4 that is `vllm` alone: whatever else is refused must not be told to be named."""
+    _, printed = explain(capsys, CONFIGS / "gpt_oss_120b.json", "--gpu", "h200")
+    _, _, experts = printed.partition("experts (asked for: auto)")
+    refused, _, by_name = experts.partition("by name  vllm ")
+    assert "name it to use it" not in refused
+    assert "name it to use it" in by_name
+    assert set(re.findall(r"; use (.*)$", refused, re.MULTILINE)) == {"the vllm experts", "triton or vllm experts"}
+
+
 def test_a_layer_that_auto_leaves_to_vllm_is_status_1(capsys: Captured) -> None:
     status, printed = explain(capsys, QWEN, "--gpu", "cpu")
     assert status == 1

@@ -183,6 +183,9 @@ def test_an_unknown_model_type_lists_the_known_ones() -> None:
         ({"decoder_sparse_step": 5}, "none of its layers has experts"),
         ({"model_type": None}, "config.json has no model_type"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be a whole number, 10000 at most"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be a whole number, at least 1"),
+        ({"num_hidden_layers": "48"}, "num_hidden_layers is '48'; it must be a whole number, at least 1"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], says: str) -> None:

@@ -201,7 +201,6 @@ def test_explain_is_stable_text() -> None:
         "all-to-all (asked for: torch)",
         "   usable  local   no communication: one rank, or tokens that every rank already has",
         "       no  nvlink  runs on cuda, this device is cpu",
-        "                   every rank already has all tokens, sending them gains nothing; `local` does without",
         "   usable  torch   every rank already has all tokens, sending them gains nothing; `local` does without",
         "experts (asked for: auto)",
         "       no  torch   the weights are quantised (awq 4-bit), it reads fp8, fp8 128x128, "

@@ -74,7 +74,7 @@ def weights_one_of(*schemes: str) -> Check:
 
 def no_bias(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
     """For GEMMs of a library that adds none."""
-    return "the experts have biases, which it does not add; choose the triton experts" if problem.has_bias else None
+    return "the experts have biases, which it does not add; use triton or vllm experts" if problem.has_bias else None
 
 
 def sizes_multiple_of(unquantized: int, quantized: int) -> Check:

@@ -13,6 +13,9 @@ from vllm_moe_modular.selection.problem import Problem
 
 Config = Mapping[str, Any]
 
+MOST_LAYERS = 10_000
+"""Far more than models have: more is a slip, and each layer is looked at."""
+
 
 class ModelConfigError(MoEModularError, ValueError):
     """A configuration that does not describe MoE layers that are known here, or cannot be served as asked."""
@@ -153,7 +156,10 @@ def problems_from_config(
     intermediate = _required(text, family.intermediate)
     layers: dict[Problem, list[int]] = {}
     quantization = _quantization(config, text)
-    for layer in range(_required(text, "num_hidden_layers")):
+    num_layers = _required(text, "num_hidden_layers")
+    if num_layers > MOST_LAYERS:
+        raise _wrong("num_hidden_layers", num_layers, f"a whole number, {MOST_LAYERS} at most")
+    for layer in range(num_layers):
         if not family.has_experts(text, layer):
             continue
         unquantised = not quantization or _is_excluded(quantization, family.module.format(i=layer))

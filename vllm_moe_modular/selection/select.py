@@ -22,10 +22,6 @@ class Verdict:
         """Reservations bind `auto` alone."""
         return not self.objections and (asked_for == self.part.name or not self.reservations)
 
-    @property
-    def reasons(self) -> str:
-        return "; ".join((*self.objections, *self.reservations))
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -72,7 +68,7 @@ class Selection:
             asked_for = self.asked_for[kind]
             for v in verdicts:
                 if asked_for in (AUTO, v.part.name) and not v.usable(asked_for):
-                    for reason in (*v.objections, *v.reservations):
+                    for reason in self._reasons(v):
                         seen.setdefault(reason)
         return "; ".join(seen) or "no all-to-all and experts of the same format fit"
 
@@ -108,7 +104,11 @@ class Selection:
         against = [reason.partition(";")[0] for reason in verdict.reservations]
         if self.mark(verdict) == "chosen" and against:
             return tuple(f"asked for by name although {reason}" for reason in against)
-        return (*verdict.objections, *verdict.reservations) or (verdict.part.summary,)
+        return self._reasons(verdict) or (verdict.part.summary,)
+
+    def _reasons(self, verdict: Verdict) -> tuple[str, ...]:
+        """What speaks against it. Where it cannot run, not why `auto` would leave it out: naming it does not help."""
+        return verdict.objections if self.mark(verdict) == "no" else (*verdict.objections, *verdict.reservations)
 
     def mark(self, verdict: Verdict) -> str:
         """One of: chosen; usable; by name, where only `auto` leaves it out; no."""
