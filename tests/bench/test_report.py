@@ -1,4 +1,4 @@
-"""bench.report: what is told of results, out of a canned file."""
+"""bench.report: what is told of results, out of a made-up file."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 
 from vllm_moe_modular.bench.report import BenchFileError, geometric_mean, ours, points, read_results, report
 
-CANNED = Path(__file__).with_name("experts.jsonl")
-"""Made up: two models, three numbers of tokens; deep_gemm wins at one point, loses at another, and takes no biases."""
+MADE_UP = Path(__file__).with_name("made_up_experts.jsonl")
+"""Two models, three numbers of tokens; deep_gemm wins at one point, loses at another, and takes no biases."""
 
 
 def test_a_report_has_every_part() -> None:
-    told = report(read_results([CANNED]))
+    told = report(read_results([MADE_UP]))
     (line,) = [line for line in told.splitlines() if line.startswith("qwen3-30b-a3b") and " 8192 " in line]
     assert line.split()[2:7] == ["8192", "780.0", "1000.0", "0.78", "0.500"], "ours is deep_gemm there"
     assert "bfloat16, M 8-128: ours / vllm 1.039 in the mean, worst 1.080 (qwen3-30b-a3b, 8)" in told
@@ -24,11 +24,12 @@ def test_a_report_has_every_part() -> None:
     assert "workspace larger than vllm's: qwen3-30b-a3b bfloat16 M=8 1.25" in told
     assert "qwen3-30b-a3b bfloat16 M=8192: ours / gemms alone 1.026" in told
     assert "note: vllm, gpt-oss-120b bfloat16, M 8: its default" in told
+    assert "M: tokens of a call; roof:" in told
     assert "not run: deep_gemm, gpt-oss-120b bfloat16, M 8: UnsupportedError: a bias" in told
 
 
 def test_ours_is_what_the_part_runs() -> None:
-    by_point = points(read_results([CANNED]))
+    by_point = points(read_results([MADE_UP]))
     picked = {key: found["experts"] for key, point in by_point.items() if (found := ours(point))}
     assert picked == {
         ("qwen3-30b-a3b", "bfloat16", 8): "triton",
@@ -38,15 +39,15 @@ def test_ours_is_what_the_part_runs() -> None:
 
 
 def test_a_report_of_peers_alone() -> None:
-    told = report([r for r in read_results([CANNED]) if r["experts"] == "vllm"])
+    told = report([r for r in read_results([MADE_UP]) if r["experts"] == "vllm"])
     assert "qwen3-30b-a3b" in told
     assert "in the mean" not in told
 
 
 def test_of_two_runs_the_last_counts(tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
-    again.write_text(CANNED.read_text().splitlines()[0].replace("108.0", "90.0") + "\n")
-    by_point = points(read_results([CANNED, again]))
+    again.write_text(MADE_UP.read_text().splitlines()[0].replace("108.0", "90.0") + "\n")
+    by_point = points(read_results([MADE_UP, again]))
     assert by_point["qwen3-30b-a3b", "bfloat16", 8]["triton"]["median_us"] == 90.0
 
 
@@ -78,7 +79,7 @@ def test_what_is_no_file_of_results_is_named(text: str, says: str, tmp_path: Pat
     ],
 )
 def test_an_almost_right_line_is_named(key: str, value: Any, says: str, tmp_path: Path) -> None:
-    result = json.loads(CANNED.read_text().splitlines()[0])
+    result = json.loads(MADE_UP.read_text().splitlines()[0])
     result[key] = value
     if value is None:
         del result[key]

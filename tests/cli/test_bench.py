@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bench.test_report import CANNED
+from tests.bench.test_report import MADE_UP
 from vllm_moe_modular.cli.main import main
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a GPU")
@@ -38,7 +38,10 @@ def test_every_benchmark_has_help(what: list[str], capsys: pytest.CaptureFixture
         (["--seconds", "-4"], "--seconds -4: takes a number of seconds, more than 0"),
         (["--seconds", "nan"], "--seconds nan"),
         (["--out", "/nonexistent/x.jsonl"], "--out /nonexistent/x.jsonl cannot be written: No such file"),
-        (["--read", str(CANNED), "--out", "x", "--tokens", "8", "--fp8"], "so --out, --tokens, --fp8 would do nothing"),
+        (
+            ["--read", str(MADE_UP), "--out", "x", "--tokens", "8", "--fp8"],
+            "so --out, --tokens, --fp8 would do nothing",
+        ),
         (["--read", "missing.jsonl"], "missing.jsonl cannot be read"),
     ],
 )
@@ -54,7 +57,7 @@ def test_bad_options_are_named(options: list[str], says: str, capsys: pytest.Cap
 def test_earlier_results_are_told_and_drawn(
     name: str, begins: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "experts", "--read", str(CANNED), "--plot", str(tmp_path / name)]) == 0
+    assert main(["bench", "experts", "--read", str(MADE_UP), "--plot", str(tmp_path / name)]) == 0
     assert (tmp_path / name).read_bytes().startswith(begins)
     out = capsys.readouterr().out
     assert "gpt-oss-120b" in out
@@ -63,7 +66,7 @@ def test_earlier_results_are_told_and_drawn(
 
 @draws
 def test_a_picture_of_no_known_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "experts", "--read", str(CANNED), "--plot", str(tmp_path / "plot.bmp")]) == 2
+    assert main(["bench", "experts", "--read", str(MADE_UP), "--plot", str(tmp_path / "plot.bmp")]) == 2
     told = capsys.readouterr()
     assert "ends in one of .svg, .png, .pdf" in told.err
     assert not told.out, "before the report"
@@ -72,6 +75,6 @@ def test_a_picture_of_no_known_kind_is_refused(tmp_path: Path, capsys: pytest.Ca
 @draws
 def test_a_picture_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     last = tmp_path / "last.jsonl"
-    last.write_text(CANNED.read_text().splitlines()[-1] + "\n")
+    last.write_text(MADE_UP.read_text().splitlines()[-1] + "\n")
     assert main(["bench", "experts", "--read", str(last), "--plot", str(tmp_path / "plot.svg")]) == 2
     assert "nothing was timed" in capsys.readouterr().err

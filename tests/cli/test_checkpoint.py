@@ -65,9 +65,3 @@ def test_folder_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1
     assert "cannot write /dev/null/out" in printed.err
-
-
-def test_no_command_is_status_2() -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([])
-    assert exit_.value.code == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.test_report import CANNED
+from tests.bench.test_report import MADE_UP
 from tests.trace_files import write
 from vllm_moe_modular.cli.main import SUBCOMMANDS, main
 
@@ -25,7 +25,7 @@ RUNS: dict[str, Callable[[Path], list[str]]] = {
     "checkpoint": lambda folder: ["qwen3_moe", str(folder / "tiny")],
     "explain": lambda folder: [str(CONFIG), "--dp", "2", "--gpu", "cpu"],  # noqa: ARG005
     "conformance": lambda folder: ["vllm_moe_modular.experts.torch_experts:TorchExperts"],  # noqa: ARG005
-    "bench": lambda folder: ["experts", "--read", str(CANNED)],  # noqa: ARG005
+    "bench": lambda folder: ["experts", "--read", str(MADE_UP)],  # noqa: ARG005
     "tune": lambda folder: ["--model", str(CONFIG), "--rows", "512", "--dry-run"],  # noqa: ARG005
     "trace": lambda folder: [str(trace_in(folder))],
     "doctor": lambda folder: [],  # noqa: ARG005
@@ -59,6 +59,12 @@ def test_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert status == 0 or (name == "doctor" and status == 1 and "problems" in printed.out), printed.err
     assert printed.out.strip()
     assert not printed.err
+
+
+def test_no_command_is_the_help_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert all(f" {subcommand.name} {subcommand.help} " in told for subcommand in SUBCOMMANDS)
 
 
 def test_no_run_is_of_a_command_that_is_gone() -> None:

@@ -175,6 +175,8 @@ def test_bad_options_are_named(options: list[str], says: str, capsys: pytest.Cap
 )  # fmt: skip
 def test_a_dry_run_needs_no_gpu(options: list[str], heads: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", *options, "--dry-run", "--rows", "8", "512"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    legend, _, told = capsys.readouterr().out.partition("second GEMM.\n")
+    assert legend.startswith("A cell is a shape (E experts")
+    lines = told.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == heads
     assert len(lines) == 3 * len(heads)

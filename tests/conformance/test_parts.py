@@ -76,7 +76,7 @@ def test_the_example_keeps_its_contract(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "no part is called 'nowhere'; there are: local,"),
+        (["nowhere"], "no part is called 'nowhere'; known: all-to-all: local,"),
         (["nowhere:Class"], "nowhere:Class cannot be imported"),
         (["pathlib:Path"], "pathlib:Path is neither a PrepareAndFinalize nor a PermuteExpertsUnpermute"),
         (["torch", "--ranks", "1"], "--ranks is 1; an all-to-all is tried on two or more"),

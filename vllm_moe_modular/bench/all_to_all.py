@@ -30,6 +30,8 @@ TIMEOUT_S = 120.0
 
 ALL_PEERS = (*PEERS, *FP8_PEERS)
 
+LEGEND = "across: tokens of each rank; a number: median of dispatch and combine, without experts, on the slowest rank"
+
 
 def measure(here: Here, peer: Peer, case: Case, capacity: int) -> dict[str, object]:
     """Microseconds per round trip on this rank."""
@@ -61,7 +63,7 @@ def table(rows: Sequence[dict[str, object]]) -> str:
                 for T in sizes
             }
             lines.append(f"{name:<31}" + "".join(f"{max(us):9.1f}" if us else f"{'-':>9}" for us in of.values()))
-    return "\n".join(lines)
+    return "\n".join([*lines, LEGEND])
 
 
 def run(options: argparse.Namespace) -> int:

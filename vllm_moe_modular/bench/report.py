@@ -19,6 +19,11 @@ REGIONS = {"1": (1, 1), "8-128": (8, 128), "512": (512, 512), "2048-16384": (204
 OURS = ("triton", "deep_gemm")
 ORDER = ("triton", "deep_gemm", "vllm", "matmul_ogs", "torch", "gemms")
 
+LEGEND = (
+    "M: tokens of a call; roof: what memory or the matrix units of an H200 take at least; ours: what the experts",
+    "triton_or_deep_gemm run there; eff: roof / ours; / vllm: ours / vllm; gemms: DeepGEMM's two GEMMs and no more",
+)
+
 MANY = 8192
 """Tokens from which a layer is compared with GEMMs alone."""
 
@@ -141,6 +146,7 @@ def table(by_point: Mapping[tuple[str, str, int], Mapping[str, Result]]) -> Iter
             ratio = f"{mine['median_us'] / point['vllm']['median_us']:.3f}" if "vllm" in point else "-"
             cells += f"{mine['roof_us']:10.1f}{mine['median_us']:10.1f}{mine['eff']:6.2f}{ratio:>8}"
         yield cells + "".join(f"{point[n]['median_us']:11.1f}" if n in point else f"{'-':>11}" for n in names)
+    yield from LEGEND
 
 
 def ratios(by_point: Mapping[tuple[str, str, int], Mapping[str, Result]]) -> Iterator[str]:

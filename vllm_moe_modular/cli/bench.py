@@ -36,7 +36,9 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(SHAPES)} (default all; with --fp8 {' and '.join(FP8_MODELS)})",
     )  # fmt: skip
     tokens = " ".join(map(str, TOKENS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="M", help=f"default {tokens}")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=list(TOKENS), metavar="M", help=f"of a call (default {tokens})"
+    )
     parser.add_argument("--candidates", nargs="+", metavar="NAME", help="what runs (default everything)")
     parser.add_argument("--fp8", action="store_true", help="weights in fp8 with a scale per 128 x 128 block")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"replays of each (default {ROUNDS})")

@@ -64,8 +64,8 @@ def _parts(name: str) -> list[Part]:
     if broken := [b for kind in PartKind for b in registry.broken_named(kind, name)]:
         raise NoUsablePartError("; ".join(map(str, broken)))
     if not found:
-        names = ", ".join(dict.fromkeys(part.name for part in known))
-        raise NoUsablePartError(f"no part is called {name!r}; there are: {names}, or give package.module:Class")
+        names = "; ".join(f"{kind.value}: {', '.join(part.name for part in registry.of(kind))}" for kind in PartKind)
+        raise NoUsablePartError(f"no part is called {name!r}; known: {names}; or give package.module:Class")
     return found
 
 

@@ -103,14 +103,17 @@ def _serve(checkpoint: Path, prompts: list[list[int]], folder: Path) -> tuple[li
     from vllm_moe_modular.testing.serving import Server
 
     traces, log = folder / "trace", folder / "server.log"
-    print(f"starting: VLLM_MOE_MODULAR=1 vllm serve {checkpoint} {' '.join(SERVE_ARGS)}", flush=True)
+    command = f"VLLM_MOE_MODULAR=1 vllm serve {checkpoint} {' '.join(SERVE_ARGS)}"
+    print(f"starting a server (30 to 60 s on two cores): {command}", flush=True)
     env = {"VLLM_MOE_MODULAR": "1", "VLLM_MOE_MODULAR_TRACE": str(traces)}
     progress = lambda line: print(f"  {line}", flush=True)  # noqa: E731
     with Server(checkpoint, *SERVE_ARGS, env=env, log_path=log, progress=progress) as server:
         print(f"ready after {server.ready_s:.0f} s; sending {len(prompts)} prompts at once", flush=True)
         tokens = server.complete(prompts, MAX_TOKENS)
         time.sleep(REPORT_DELAY_S)
-        return tokens, read_run_facts(traces, log)
+        facts = read_run_facts(traces, log)
+        print("all answered; ending the server, then comparing", flush=True)
+    return tokens, facts
 
 
 def read_run_facts(trace_dir: Path, log_path: Path) -> RunFacts:

@@ -42,9 +42,13 @@ SUBCOMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses `argv` (default: the command line), runs the subcommand and returns its exit status."""
+    """Parses `argv` (default: the command line), runs the subcommand and returns its exit status; without one 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = _parser(arguments).parse_args(arguments)
+    parser = _parser(arguments)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    options = parser.parse_args(arguments)
     try:
         status = int(importlib.import_module(options.module).run(options))
         sys.stdout.flush()

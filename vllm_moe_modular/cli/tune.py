@@ -28,6 +28,12 @@ SCHEMES = {"none": None, "fp8 128x128": FP8}
 """Of a checkpoint's weights, what the table calls them; None: the dtype of the rows."""
 
 
+DRY_RUN_LEGEND = """\
+A cell is a shape (E experts, K top-k, H hidden, F intermediate size) and a number of rows. Of each: how many tiles its
+first round compares; a second goes on from the fastest. Untuned is what runs without a table: the rows of a block, and
+its columns in the first and in the second GEMM."""
+
+
 class Bar(Protocol):
     """What is used of a progress bar."""
 
@@ -252,6 +258,7 @@ def dry_run(shapes: Iterable[Shape], all_rows: Sequence[int]) -> int:
     """Says how many ways each cell would try at least, and what runs without a table."""
     from vllm_moe_modular.bench import tile_candidates
 
+    print(DRY_RUN_LEGEND)
     for shape in shapes:
         print(f"{shape.model} {shape.weights}: E {shape.E}, K {shape.K}, H {shape.H}, F {shape.F}")
         for rows in all_rows:
