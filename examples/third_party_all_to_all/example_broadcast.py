@@ -22,8 +22,10 @@ from vllm_moe_modular.selection.registry import Part, PartKind
 
 
 def has_peers(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
-    """A check: None, or one sentence with the remedy. People read it in `explain`, logs and errors."""
-    return None if problem.ep_size > 1 else "one rank has no other to send to; pass --enable-expert-parallel"
+    """A check: None, or one sentence with the remedy, for people."""
+    if problem.ep_size > 1:
+        return None
+    return "one rank has no other to send to; pass --enable-expert-parallel"
 
 
 PART = Part(

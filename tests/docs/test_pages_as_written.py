@@ -85,6 +85,18 @@ def test_the_part_that_they_make_fits(page: str, name: str, tmp_path: Path, monk
     assert pair_objections(chosen.all2all.load(), chosen.experts.load()) == []
 
 
+def test_the_part_that_the_short_page_shows_is_that_of_the_example() -> None:
+    page = DOCS / "writing_a_part.md"
+    (shown,) = [block.text for block in blocks(page) if "PART = Part(" in block.text]
+    (entry,) = [block.text for block in blocks(page) if "entry-points" in block.text]
+    folder = ROOT / "examples" / "third_party_all_to_all"
+    example = re.sub("  # noqa: .*", "", (folder / "example_broadcast.py").read_text())
+    assert shown[shown.index("def has_peers") :] in example
+    exec(shown, {})  # with its own imports it is complete
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert tomllib.loads(entry)["project"]["entry-points"] == project["entry-points"]
+
+
 def own_commands() -> list[str]:
     """The commands of this package in the code blocks of all pages."""
     found: dict[str, None] = {}

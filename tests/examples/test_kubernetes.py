@@ -116,6 +116,14 @@ def test_the_two_commands_make_one_deployment(tmp_path: Path) -> None:
     assert leader["data_parallel_address"] == "moe-0.moe.default"
 
 
+def test_the_image_has_a_release_that_was_served_on_a_gpu() -> None:
+    dockerfile = (FOLDER / "Dockerfile").read_text()
+    (release,) = re.findall(r"^FROM \S+:v(\S+)$", dockerfile, flags=re.MULTILINE)
+    images = {container(role)["image"] for role in PODS}
+    assert images == set(re.findall(r" -t (\S+) ", dockerfile)) == {f"vllm-moe-modular:{release}"}
+    assert f"| {release} | on one GPU," in (ROOT / "docs" / "eras.md").read_text()
+
+
 def test_the_image_copies_what_is_there() -> None:
     copied = re.findall(r"^COPY (.*) \S+$", (FOLDER / "Dockerfile").read_text(), flags=re.MULTILINE)
     assert all((ROOT / name).exists() for line in copied for name in line.split())
