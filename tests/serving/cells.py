@@ -1,7 +1,7 @@
 """The serving table: which model families are served how, and which cells a short run takes.
 
-A short run takes the parts and the families that differ most, one of them compiled; the run of the older release adds
-four ranks and Qwen2-MoE. `./dev test --all` takes every cell.
+A short run takes the parts and the families that differ most, on one, two and four ranks, one of them compiled;
+`./dev test --all` takes every cell. Two servers run side by side, but never two of this table.
 """
 
 from collections.abc import Mapping
@@ -77,9 +77,11 @@ _THREE = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 # In every run test_cases serves Qwen3-MoE and DeepSeek-V3 with a drafter on two data-parallel ranks, and Qwen3-MoE on
 # two tensor-parallel ranks with what auto chooses, all eager.
 _CORE = (
-    Cell("mixtral", "dp2-ep-allgather-vllm"),
+    Cell("gpt_oss", "dp2-tp2-ep"),
     Cell("deepseek_v2", "tp2-ep-named", compiled=True),
-    Cell("gpt_oss", "dp2-ep"),
+    Cell("mixtral", "dp2-ep-allgather-vllm"),
+    Cell("qwen2_moe", "tp2"),
+    Cell("olmoe", "single"),
 )
 _ALL_0_32 = [
     *(
@@ -103,9 +105,7 @@ _ALL_0_32 = [
     Cell("olmoe", "single", compiled=True),
     Cell("qwen2_moe", "dp2-tp2-ep", compiled=True),
     Cell("deepseek_v2", "dp2-ep-allgather"),
-    Cell("qwen2_moe", "tp2"),
     Cell("olmoe", "tp2"),
-    Cell("olmoe", "single"),
 ]  # fmt: skip
 
 _CORE_0_11 = (Cell("qwen2_moe", "dp2-tp2-ep"),)

@@ -81,7 +81,6 @@ def test_drafter_layers_are_swapped_and_change_no_token(checkpoint: Make, expect
     assert f"moe_modular: {moe_layers + 1} MoE layers" in log, "the drafter's layer is one more"
 
 
-@pytest.mark.full
 def test_reload_of_other_weights_and_back(checkpoint: Make, expected: Expect) -> None:
     one, other = checkpoint("qwen3_moe"), checkpoint("qwen3_moe", seed=1)
     with Server(one, *TP2, env={**SETTINGS_ON, "VLLM_SERVER_DEV_MODE": "1"}) as server:
@@ -219,7 +218,6 @@ def log_of_failed_start(model: Path, *args: str, env: dict[str, str], tmp_path: 
     return log.read_text()
 
 
-@pytest.mark.full
 def test_strict_mode_with_auto_declining_stops_with_every_reason(checkpoint: Make, tmp_path: Path) -> None:
     log = log_of_failed_start(checkpoint("qwen3_moe"), EAGER, env=SETTINGS_ON, tmp_path=tmp_path)
     assert "VLLM_MOE_MODULAR_STRICT=1, and these MoE layers would stay with vLLM" in log

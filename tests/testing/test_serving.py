@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from vllm_moe_modular.testing.checkpoints import make_checkpoint
 from vllm_moe_modular.testing.process_tree import MARKER, end_all, members, running
 from vllm_moe_modular.testing.reference_tokens import default_prompts, reference_tokens
-from vllm_moe_modular.testing.serving import Server, ServerError, cpu_environment, vllm_version
+from vllm_moe_modular.testing.serving import HOST, Server, ServerError, cpu_environment, free_port, vllm_version
 
 
 def has_vllm() -> bool:
@@ -52,6 +53,32 @@ def test_timeout_ends_the_server_and_shows_the_log(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match=r"not ready after(.|\n)*loading"), server:
         pass
     assert server.processes() == []
+
+
+def test_interrupt_while_the_server_ends_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C in a run side by side: pytest-xdist interrupts its workers again 5 s later."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    python = interpreter(tmp_path, "trap '' TERM; while :; do sleep 0.1; done")
+    server = Server("m", python=python, ready_timeout_s=0.5)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    try:
+        with pytest.raises(KeyboardInterrupt), server:
+            pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert server.processes() == []
+
+
+def test_port_that_is_taken_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((HOST, free_port())) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("vllm_moe_modular.testing.serving.PORTS", range(port, port + 1))
+        with pytest.raises(ServerError, match=f"from {port} to {port} is taken"):
+            free_port()
 
 
 def test_progress_shows_the_last_line_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

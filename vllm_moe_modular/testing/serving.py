@@ -8,6 +8,7 @@ Standard library only, so that one test process can drive the server of another 
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +28,7 @@ from vllm_moe_modular.errors import MoEModularError
 from vllm_moe_modular.testing.process_tree import MARKER, Process, end_all, members
 
 HOST = "127.0.0.1"
+PORTS = range(20_000, 32_768)  # below those that Linux chooses from by itself, as for the sockets between ranks
 LOG_TAIL_LINES = 40
 PROGRESS_EVERY_S = 5.0
 DEFAULT_ARGS = (
@@ -119,7 +122,11 @@ class Server:
         """Ends the server and all of its children; `ServerError` if one survives. Doing it twice changes nothing."""
         if self._process is None:
             return
-        left = end_all(self.pid, self._mark, known=self._family, polite_s=polite_s)
+        try:
+            left = end_all(self.pid, self._mark, known=self._family, polite_s=polite_s)
+        except KeyboardInterrupt:  # a second Ctrl-C, or pytest-xdist, which sends one itself 5 s after the first
+            end_all(self.pid, self._mark, known=self._family, polite_s=0.0)
+            raise
         self._process.poll()
         if left:
             raise ServerError(
@@ -205,10 +212,16 @@ class Server:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this machine that nothing listens on now.
+
+    A server takes seconds until it listens, and then vLLM's shares the port with whoever has it (SO_REUSEPORT) instead
+    of failing. So this is one that Linux gives to nobody by itself; two calls agree once in 12768.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise ServerError(f"every port of {HOST} from {PORTS.start} to {PORTS.stop - 1} is taken; end what listens there")
 
 
 def vllm_version(python: Path | str) -> tuple[int, ...]:
