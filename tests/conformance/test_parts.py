@@ -13,6 +13,7 @@ from vllm_moe_modular.selection.builtin import builtin_registry
 from vllm_moe_modular.selection.registry import Part, PartKind
 from vllm_moe_modular.testing.conformance import DTYPES, check_part, check_prepare_finalize
 from vllm_moe_modular.testing.conformance.for_pytest import ExpertsConformance, PrepareFinalizeConformance
+from vllm_moe_modular.testing.conformance.plain_experts import PlainBatchedExperts
 from vllm_moe_modular.testing.conformance.prepare_finalize_cases import KILLED, RANDOM_STEPS_CASE
 from vllm_moe_modular.testing.conformance.run import case_names, objections, schemes_of
 from vllm_moe_modular.testing.ranks import Ranks
@@ -49,6 +50,12 @@ class TestTorchExperts(ExpertsConformance):
     part = TorchExperts
     schemes = ("fp8", "fp8 128x128")
     fp8_rows = ("fp8", "fp8 128x128")
+
+
+class TestBatchedExperts(ExpertsConformance):
+    """Of this format none of ours runs on a CPU."""
+
+    part = PlainBatchedExperts
 
 
 class TestSendsRowsInFp8(PrepareFinalizeConformance):

@@ -18,7 +18,7 @@ from vllm_moe_modular.modular.weight_and_reduce import TorchTopKWeightAndReduce,
 from vllm_moe_modular.modular.workspace import BufferSpec
 from vllm_moe_modular.reference.moe_layer import moe_layer
 from vllm_moe_modular.testing.conformance.outcome import Notes, Outcome
-from vllm_moe_modular.testing.conformance.subject import bits
+from vllm_moe_modular.testing.conformance.subject import bits, is_close
 from vllm_moe_modular.testing.layers import SILU
 from vllm_moe_modular.testing.ranks import Here
 
@@ -119,7 +119,8 @@ class Subject:
             self.notes.check(tuple(y.shape) == (R, H), f"it returns {list(y.shape)} where [R, H] is [{R}, {H}]")
             return y.cpu()
         if places is not None:
-            y = y.flatten(0, 1)[places.view(-1)].view(R, K, H)
+            nowhere = torch.full((1, H), NAN, dtype=y.dtype, device=y.device)
+            y = torch.cat([y.reshape(-1, H), nowhere])[places.view(-1)].view(R, K, H)
         self.notes.check(tuple(y.shape) == (R, K, H), f"it returns {list(y.shape)} where [R, K, H] is [{R}, {K}, {H}]")
         out = torch.full_like(rows.x, NAN)
         TorchTopKWeightAndReduce().apply(
@@ -242,7 +243,7 @@ def _random_steps(s: Subject) -> None:
         rows, weights = make(case, s.dtype, s.device, seed=step)
         for by in modes(experts):
             out = s.run(experts, case, rows, weights, by)
-            if not torch.allclose(out.double(), right(case, rows, weights), rtol=0, atol=_close(s.dtype)):
+            if not is_close(out, right(case, rows, weights), s.dtype):
                 wrong.append(step)
     s.notes.check(not wrong, f"{len(wrong)} steps are wrong, the first of them {wrong[:5]}")
 
@@ -291,13 +292,16 @@ def modes(experts: PermuteExpertsUnpermute) -> list[WeightAndReduceBy]:
 
 
 def _in_format_of(experts: PermuteExpertsUnpermute, rows: StandardRows, E: int) -> tuple[Rows, torch.Tensor | None]:
-    """`rows` in the format of `experts`; for the batched one with the place of each slot in the flattened blocks."""
+    """`rows` in the format of `experts`; for the batched one with the place of each slot in the flattened blocks.
+
+    A slot without an expert has the place behind the last block.
+    """
     if experts.activation_format is ActivationFormat.STANDARD:
         return rows, None
     R, K = rows.topk_ids.shape
     C = max(R * K, 1)
     x_ECH = torch.full((E, C, rows.x.shape[1]), NAN, dtype=rows.x.dtype, device=rows.x.device)
-    counts, places = [0] * E, torch.zeros(R, K, dtype=torch.int64)
+    counts, places = [0] * E, torch.full((R, K), E * C)
     for r, k in (rows.topk_ids >= 0).nonzero().tolist():
         e = int(rows.topk_ids[r, k])
         x_ECH[e, counts[e]] = rows.x[r]
@@ -321,10 +325,6 @@ def _scratch(specs: Sequence[BufferSpec], device: torch.device) -> tuple[list[to
 def _tensors(of: Any) -> tuple[Any, ...]:
     """What a frozen dataclass holds."""
     return tuple(getattr(of, name) for name in of.__dataclass_fields__)
-
-
-def _close(dtype: torch.dtype) -> float:
-    return 1e-4 if dtype == torch.float32 else 0.1
 
 
 def _cpu(weights: ExpertWeights) -> ExpertWeights:

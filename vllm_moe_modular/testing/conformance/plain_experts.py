@@ -8,7 +8,8 @@ import torch
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import UnsupportedError
 from vllm_moe_modular.experts.torch_experts import TorchExperts
-from vllm_moe_modular.modular.experts import ExpertWeights, PermuteExpertsUnpermute
+from vllm_moe_modular.modular.build import BuildContext
+from vllm_moe_modular.modular.experts import Activation, ExpertWeights, PermuteExpertsUnpermute
 from vllm_moe_modular.modular.fp8 import dequantized_rows
 from vllm_moe_modular.modular.prepare_finalize import BatchedRows, PrepareAndFinalize, Rows, StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
@@ -20,6 +21,14 @@ class PlainBatchedExperts(PermuteExpertsUnpermute):
 
     activation_format: ClassVar[ActivationFormat] = ActivationFormat.BATCHED
     weight_and_reduce_by: ClassVar[frozenset[WeightAndReduceBy]] = frozenset({WeightAndReduceBy.FINALIZE})
+
+    def __init__(self, activation: Activation = SILU) -> None:
+        self._of_a_block = TorchExperts(activation=activation)
+
+    @classmethod
+    def build(cls, context: BuildContext) -> "PlainBatchedExperts":
+        """For one layer."""
+        return cls(context.require_activation())
 
     def apply(
         self,
@@ -39,7 +48,7 @@ class PlainBatchedExperts(PermuteExpertsUnpermute):
         for e, n in enumerate(rows.expert_num_tokens.tolist()):
             ids = torch.full((n, 1), e, device=rows.x.device)
             block = StandardRows(x_ECH[e, :n], ids, torch.ones(n, 1, device=rows.x.device))
-            y_ECH[e, :n] = TorchExperts(activation=SILU).apply(
+            y_ECH[e, :n] = self._of_a_block.apply(
                 block, weights, workspace=workspace, weight_and_reduce_by=weight_and_reduce_by,
                 router_weight_on_input=router_weight_on_input,
             )[:, 0]  # fmt: skip

@@ -21,7 +21,7 @@ from vllm_moe_modular.modular.workspace import Workspace
 from vllm_moe_modular.testing.conformance.fp8_rows_cases import FP8_ROWS_CASES
 from vllm_moe_modular.testing.conformance.outcome import Outcome
 from vllm_moe_modular.testing.conformance.plain_experts import identity_experts, plain_experts
-from vllm_moe_modular.testing.conformance.subject import Subject, bits
+from vllm_moe_modular.testing.conformance.subject import Subject, bits, is_close
 from vllm_moe_modular.testing.layers import (
     Case,
     all_at_once,
@@ -312,7 +312,7 @@ def _random_steps(s: Subject) -> None:
             part,
             kernel.apply(batch.x, batch.topk_ids, batch.topk_weights, weights, max_tokens_per_rank=bound),
         )
-        if not torch.allclose(out.double(), all_at_once(batch, everything), rtol=0, atol=_close(s.dtype)):
+        if not is_close(out, all_at_once(batch, everything), s.dtype):
             wrong.append(step)
     s.notes.check(not wrong, f"{len(wrong)} steps are wrong, the first of them {wrong[:5]}")
 
@@ -340,12 +340,7 @@ def _killed(s: Subject) -> None:
 
 def _check_close(s: Subject, part: PrepareAndFinalize[Any], case: Case, out: torch.Tensor) -> None:
     truth = answer_for_one(case, s.source(part), s.dtype)
-    close = torch.allclose(out.double(), truth, rtol=0, atol=_close(s.dtype))
-    s.notes.check(close, f"a step of {len(truth)} tokens is wrong")
-
-
-def _close(dtype: torch.dtype) -> float:
-    return 1e-4 if dtype == torch.float32 else 0.1
+    s.notes.check(is_close(out, truth, s.dtype), f"a step of {len(truth)} tokens is wrong")
 
 
 def _ragged(s: Subject, least: int = 2) -> tuple[int, ...]:

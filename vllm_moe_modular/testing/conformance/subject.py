@@ -116,3 +116,9 @@ class Subject:
 def bits(t: torch.Tensor) -> torch.Tensor:
     """Its memory, so that NaN equals NaN and 0 not -0."""
     return t.contiguous().view(-1).view(torch.uint8)
+
+
+def is_close(out: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Up to a few roundings in `dtype`: for what is looked at too often to run plain torch beside it."""
+    bound = 1e-4 if dtype == torch.float32 else 0.04
+    return torch.allclose(out.double(), truth, rtol=bound, atol=bound)
