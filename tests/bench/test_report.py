@@ -18,7 +18,7 @@ def test_a_report_has_every_part() -> None:
     assert line.split()[2:7] == ["8192", "780.0", "1000.0", "0.78", "0.500"], "ours is deep_gemm there"
     assert "bfloat16, M 8-128: ours / vllm 1.039 in the mean, worst 1.080 (qwen3-30b-a3b, 8)" in told
     assert "bfloat16, M 2048-16384: the better of triton and deep_gemm / vllm 0.500 in the mean" in told
-    assert "slower than 1.02 of vllm: qwen3-30b-a3b bfloat16 M=8 1.080" in told
+    assert "slower than 1.02: qwen3-30b-a3b bfloat16 M=8 1.080 of vllm" in told
     assert "workspace, MiB, qwen3-30b-a3b bfloat16 M=8192" in told
     assert "ours / vllm 0.75" in told
     assert "workspace larger than vllm's: qwen3-30b-a3b bfloat16 M=8 1.25" in told

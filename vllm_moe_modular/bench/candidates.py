@@ -77,6 +77,11 @@ def _vllm(shape: Shape, weights: ExpertWeights, tuned: TunedTable) -> Candidate:
     return Candidate(layer, note="" if peers.ships_a_table(weights) else "its default: it ships no table for the shape")
 
 
+def _vllm_deep_gemm(shape: Shape, weights: ExpertWeights, tuned: TunedTable) -> Candidate:  # noqa: ARG001
+    layer, nbytes = peers.triton_or_deep_gemm(weights, shape.K)
+    return Candidate(layer, lambda rows: nbytes(len(rows.x)))
+
+
 def _matmul_ogs(shape: Shape, weights: ExpertWeights, tuned: TunedTable) -> Candidate:  # noqa: ARG001
     return Candidate(peers.matmul_ogs(weights, activation_of(shape)))
 
@@ -95,11 +100,13 @@ CANDIDATES: dict[str, Make] = {
     "triton": _triton,
     "deep_gemm": _deep_gemm,
     "vllm": _vllm,
+    "vllm_deep_gemm": _vllm_deep_gemm,
     "matmul_ogs": _matmul_ogs,
     "torch": _torch,
     "gemms": _gemms,
 }
-"""`gemms` is what nobody who uses DeepGEMM can go below: its two GEMMs, and nothing around them."""
+"""`vllm` is its Triton kernel, `vllm_deep_gemm` what it serves fp8 in blocks with. `gemms` is what nobody who uses
+DeepGEMM can go below: its two GEMMs, and nothing around them."""
 
 
 def ours(shape: Shape, tuned: TunedTable, weights: ExpertWeights) -> dict[str, Candidate]:

@@ -17,11 +17,13 @@ REGIONS = {"1": (1, 1), "8-128": (8, 128), "512": (512, 512), "2048-16384": (204
 """By the number of tokens."""
 
 OURS = ("triton", "deep_gemm")
-ORDER = ("triton", "deep_gemm", "vllm", "matmul_ogs", "torch", "gemms")
+PEERS = ("vllm", "vllm_deep_gemm")
+ORDER = (*OURS, *PEERS, "matmul_ogs", "torch", "gemms")
 
 LEGEND = (
     "M: tokens of a call; roof: what memory or the matrix units of an H200 take at least; ours: what the experts",
-    "triton_or_deep_gemm run there; eff: roof / ours; / vllm: ours / vllm; gemms: DeepGEMM's two GEMMs and no more",
+    "triton_or_deep_gemm run there; eff: roof / ours; / vllm: ours / vllm, its Triton kernel; vllm_deep_gemm: what it",
+    "serves fp8 in blocks with; gemms: DeepGEMM's two GEMMs and no more",
 )
 
 MANY = 8192
@@ -136,7 +138,7 @@ def table(by_point: Mapping[tuple[str, str, int], Mapping[str, Result]]) -> Iter
     """Median microseconds; `ours` is the one of our two that the part runs, `eff` is roof over ours."""
     names = [name for name in ORDER if any(name in point for point in by_point.values())]
     head = f"{'model':18}{'weights':13}{'M':>6}{'roof':>10}{'ours':>10}{'eff':>6}{'/ vllm':>8}"
-    yield head + "".join(f"{name:>11}" for name in names) + "   us per layer"
+    yield head + "".join(f"{name:>15}" for name in names) + "   us per layer"
     for (model, weights, M), point in by_point.items():
         mine = ours(point)
         cells = f"{model:18}{weights:13}{M:6}"
@@ -145,38 +147,40 @@ def table(by_point: Mapping[tuple[str, str, int], Mapping[str, Result]]) -> Iter
         else:
             ratio = f"{mine['median_us'] / point['vllm']['median_us']:.3f}" if "vllm" in point else "-"
             cells += f"{mine['roof_us']:10.1f}{mine['median_us']:10.1f}{mine['eff']:6.2f}{ratio:>8}"
-        yield cells + "".join(f"{point[n]['median_us']:11.1f}" if n in point else f"{'-':>11}" for n in names)
+        yield cells + "".join(f"{point[n]['median_us']:15.1f}" if n in point else f"{'-':>15}" for n in names)
     yield from LEGEND
 
 
 def ratios(by_point: Mapping[tuple[str, str, int], Mapping[str, Result]]) -> Iterator[str]:
-    """Ours over vLLM's, region by region, for each kind of weights; then every cell that is too slow."""
-    of_weights: dict[str, dict[tuple[str, int], float]] = {}
-    best = dict(of_weights)
-    for (model, weights, M), point in by_point.items():
-        mine = ours(point)
-        if mine is not None and "vllm" in point:
-            vllm_us = point["vllm"]["median_us"]
-            of_weights.setdefault(weights, {})[model, M] = mine["median_us"] / vllm_us
-            least = min(point[name]["median_us"] for name in OURS if name in point)
-            best.setdefault(weights, {})[model, M] = least / vllm_us
-    for what, of_kind in (("ours", of_weights), ("the better of triton and deep_gemm", best)):
-        for weights, cells in of_kind.items():
-            for region, (low, high) in REGIONS.items():
-                if inside := {cell: ratio for cell, ratio in cells.items() if low <= cell[1] <= high}:
-                    worst = max(inside, key=inside.__getitem__)
-                    yield (
-                        f"{weights}, M {region}: {what} / vllm {geometric_mean(inside.values()):.3f} in the mean, "
-                        f"worst {inside[worst]:.3f} ({worst[0]}, {worst[1]})"
-                    )
-    slow = [
-        f"{model} {weights} M={M} {ratio:.3f}"
-        for weights, cells in of_weights.items()
-        for (model, M), ratio in cells.items()
-        if ratio > SLOWER
-    ]
+    """Ours over each kernel of vLLM's, region by region, for each kind of weights; then every cell that is too slow."""
+    slow = []
+    for peer in PEERS:
+        of_weights: dict[str, dict[tuple[str, int], float]] = {}
+        best: dict[str, dict[tuple[str, int], float]] = {}
+        for (model, weights, M), point in by_point.items():
+            mine = ours(point)
+            if mine is not None and peer in point:
+                theirs = point[peer]["median_us"]
+                of_weights.setdefault(weights, {})[model, M] = mine["median_us"] / theirs
+                least = min(point[name]["median_us"] for name in OURS if name in point)
+                best.setdefault(weights, {})[model, M] = least / theirs
+        for what, of_kind in (("ours", of_weights), ("the better of triton and deep_gemm", best)):
+            for weights, cells in of_kind.items():
+                for region, (low, high) in REGIONS.items():
+                    if inside := {cell: ratio for cell, ratio in cells.items() if low <= cell[1] <= high}:
+                        worst = max(inside, key=inside.__getitem__)
+                        yield (
+                            f"{weights}, M {region}: {what} / {peer} {geometric_mean(inside.values()):.3f} in the "
+                            f"mean, worst {inside[worst]:.3f} ({worst[0]}, {worst[1]})"
+                        )
+        slow += [
+            f"{model} {weights} M={M} {ratio:.3f} of {peer}"
+            for weights, cells in of_weights.items()
+            for (model, M), ratio in cells.items()
+            if ratio > SLOWER
+        ]
     if slow:
-        yield f"slower than {SLOWER} of vllm: {', '.join(slow)}"
+        yield f"slower than {SLOWER}: {', '.join(slow)}"
 
 
 def over_gemms(by_point: Mapping[tuple[str, str, int], Mapping[str, Result]]) -> Iterator[str]:
@@ -190,18 +194,22 @@ def over_gemms(by_point: Mapping[tuple[str, str, int], Mapping[str, Result]]) ->
 def memory(by_point: Mapping[tuple[str, str, int], Mapping[str, Result]]) -> Iterator[str]:
     """Scratch memory of a call of the most tokens, by shape; then every point where ours takes more than vLLM's.
 
-    The result is left out for vLLM's and other peers, and included for ours where it lies there.
+    That is vLLM's kernel of the same kind. The result is left out for vLLM's and other peers, and included for ours
+    where it lies there.
     """
     largest: dict[tuple[str, str], str] = {}
     more = []
     for (model, weights, M), point in sorted(by_point.items(), key=lambda item: item[0][2]):
         mib = {n: r["workspace_bytes"] / 2**20 for n, r in point.items() if r.get("workspace_bytes") is not None}
         mine = ours(point)
-        if mine is None or not mib.get("vllm") or mine["experts"] not in mib:
+        if mine is None or mine["experts"] not in mib:
             continue
-        share = mib[mine["experts"]] / mib["vllm"]
+        peer = "vllm_deep_gemm" if mine["experts"] == "deep_gemm" and mib.get("vllm_deep_gemm") else "vllm"
+        if not mib.get(peer):
+            continue
+        share = mib[mine["experts"]] / mib[peer]
         told = ", ".join(f"{name} {size:.1f}" for name, size in mib.items())
-        largest[model, weights] = f"workspace, MiB, {model} {weights} M={M}: {told}; ours / vllm {share:.2f}"
+        largest[model, weights] = f"workspace, MiB, {model} {weights} M={M}: {told}; ours / {peer} {share:.2f}"
         if share > 1:
             more.append(f"{model} {weights} M={M} {share:.2f}")
     yield from largest.values()

@@ -17,7 +17,7 @@ _STYLE: dict[Any, Any] = {
     "grid.color": "#e3e7eb",
     "svg.hashsalt": "experts",
 }
-_COLOURS = dict(zip(ORDER, ("#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#999999", "#000000"), strict=True))
+_COLOURS = dict(zip(ORDER, ("#0072b2", "#56b4e9", "#d55e00", "#cc79a7", "#e69f00", "#999999", "#000000"), strict=True))
 """Of Okabe and Ito, which colour-blind people tell apart: blues are ours, the rest is not."""
 
 _ACROSS = 3

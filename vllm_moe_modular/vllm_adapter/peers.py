@@ -3,15 +3,21 @@
 Relies on vLLM 0.26's names; in a release that has others, the peer says what is missing and is not measured.
 
     vllm.model_executor.layers.fused_moe.fused_moe: fused_experts, get_moe_configs
-    vllm.model_executor.layers.fused_moe.config: biased_moe_quant_config, fp8_w8a8_moe_quant_config
+    vllm.model_executor.layers.fused_moe.config: biased_moe_quant_config, fp8_w8a8_moe_quant_config, FusedMoEConfig,
+        FusedMoEParallelConfig.make_no_parallel, RoutingMethodType
     vllm.model_executor.layers.fused_moe.activation: MoEActivation, apply_moe_activation
     vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe: make_routing_data
+    vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe: TritonOrDeepGemmExperts
+    vllm.model_executor.layers.fused_moe.modular_kernel: FusedMoEKernel
+    vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep: MoEPrepareAndFinalizeNoDPEPModular
+    vllm.v1.worker.workspace: init_workspace_manager
     vllm.utils.import_utils: has_triton_kernels; triton_kernels.matmul_ogs, .swiglu
 """
 
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import torch
@@ -35,9 +41,7 @@ def fused_experts(weights: ExpertWeights, activation: Activation) -> Layer:
     kinds = import_module(f"{_MOE}.activation").MoEActivation
     quant_config, kind = None, kinds.SILU
     if weights.w13_scale is not None:
-        quant_config = config.fp8_w8a8_moe_quant_config(
-            w1_scale=weights.w13_scale, w2_scale=weights.w2_scale, block_shape=[128, 128]
-        )
+        quant_config = _fp8_config(weights)
     elif weights.w13_bias is not None:
         quant_config = config.biased_moe_quant_config(weights.w13_bias, weights.w2_bias)
     if activation.kind is ActivationKind.SWIGLU_OAI:
@@ -46,6 +50,50 @@ def fused_experts(weights: ExpertWeights, activation: Activation) -> Layer:
     return lambda rows: run(
         rows.x, weights.w13, weights.w2, rows.topk_weights, rows.topk_ids, activation=kind, quant_config=quant_config
     )
+
+
+def _fp8_config(weights: ExpertWeights) -> Any:
+    return import_module(f"{_MOE}.config").fp8_w8a8_moe_quant_config(
+        w1_scale=weights.w13_scale, w2_scale=weights.w2_scale, block_shape=[128, 128]
+    )
+
+
+def triton_or_deep_gemm(weights: ExpertWeights, top_k: int) -> tuple[Layer, Callable[[int], int]]:
+    """What vLLM serves fp8 in blocks with on Hopper at its defaults; and the scratch bytes of a call of so many rows.
+
+    Raises:
+        ImportError: there is no vLLM, or not with these names.
+        UnsupportedError: weights that are not in fp8.
+    """
+    if weights.w13_scale is None:
+        raise UnsupportedError("bfloat16 in vLLM's DeepGEMM experts", instead="measure it in fp8")
+    config, silu = import_module(f"{_MOE}.config"), import_module(f"{_MOE}.activation").MoEActivation.SILU
+    E, H, F = weights.w2.shape
+    moe_config = config.FusedMoEConfig(
+        num_experts=E, experts_per_token=top_k, hidden_dim=H, intermediate_size=F, num_local_experts=E,
+        num_logical_experts=E, activation=silu, device=weights.w2.device, in_dtype=torch.bfloat16,
+        routing_method=config.RoutingMethodType.Renormalize,
+        moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
+    )  # fmt: skip
+    experts = import_module(f"{_MOE}.experts.triton_deep_gemm_moe").TritonOrDeepGemmExperts(
+        moe_config, _fp8_config(weights)
+    )
+    nowhere = import_module(f"{_MOE}.prepare_finalize.no_dp_ep").MoEPrepareAndFinalizeNoDPEPModular()
+    kernel = import_module(f"{_MOE}.modular_kernel").FusedMoEKernel(nowhere, experts)
+    import_module("vllm.v1.worker.workspace").init_workspace_manager(weights.w2.device)
+
+    def layer(rows: StandardRows) -> torch.Tensor:
+        out: torch.Tensor = kernel.apply(
+            rows.x, weights.w13, weights.w2, rows.topk_weights, rows.topk_ids, activation=silu, global_num_experts=E,
+            expert_map=None, apply_router_weight_on_input=False,
+        )  # fmt: skip
+        return out
+
+    def nbytes(rows: int) -> int:
+        first, second, _ = experts.workspace_shapes(rows, 2 * F, H, top_k, E, E, None, silu)
+        return 2 * (prod(first) + prod(second))
+
+    return layer, nbytes
 
 
 def ships_a_table(weights: ExpertWeights) -> bool:
