@@ -49,9 +49,11 @@ def test_rows_that_no_cell_is_near_to_run_as_without_a_table() -> None:
     assert torch.equal(run(rows, weights, tuned(weights)), run(rows, weights, TritonExperts(SILU)))
 
 
-def test_the_table_chooses_between_triton_and_deep_gemm() -> None:
-    problem = {"slots": 4096 * 8, "num_experts": 128, "intermediate": 1536, "fp8": False}
-    assert prefers_deep_gemm(**problem)  # type: ignore[arg-type]
-    slower = replace(CELL, deep_gemm_us=10.5)
-    assert not prefers_deep_gemm(**problem, tuned=slower)  # type: ignore[arg-type]
-    assert prefers_deep_gemm(**problem, tuned=CELL)  # type: ignore[arg-type]
+def test_the_table_chooses_between_triton_and_deep_gemm_in_fp8() -> None:
+    slots, E = 4096 * 8, 128
+    assert prefers_deep_gemm(slots=slots, num_experts=E, fp8=True)
+    assert prefers_deep_gemm(slots=slots, num_experts=E, fp8=True, tuned=CELL), "it does not say"
+    assert not prefers_deep_gemm(slots=slots, num_experts=E, fp8=True, tuned=replace(CELL, deep_gemm_us=10.5))
+    faster = replace(CELL, deep_gemm_us=9.5)
+    assert prefers_deep_gemm(slots=8, num_experts=E, fp8=True, tuned=faster)
+    assert not prefers_deep_gemm(slots=slots, num_experts=E, fp8=False, tuned=faster), "it takes more scratch memory"

@@ -112,7 +112,6 @@ def _deep_gemm_chosen(shape: Shape, weights: ExpertWeights, M: int, tuned: Tuned
     return prefers_deep_gemm(
         slots=M * shape.K,
         num_experts=shape.E,
-        intermediate=shape.F,
         fp8=shape.fp8,
         tuned=tuned.cell(tuned_shape(weights, shape.K), M),
     )

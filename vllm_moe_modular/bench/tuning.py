@@ -194,8 +194,9 @@ def part_of(way: Way, shape: Shape) -> PermuteExpertsUnpermute:
 
 
 def _takes_deep_gemm(shape: Shape, say: Callable[[str], None]) -> bool:
-    multiple = MULTIPLE[torch.float8_e4m3fn if shape.fp8 else torch.bfloat16]
-    if shape.interleaved_swiglu or shape.weights == "float16" or shape.H % multiple or shape.F % multiple:
+    """In fp8 only: see `prefers_deep_gemm`."""
+    multiple = MULTIPLE[torch.float8_e4m3fn]
+    if shape.interleaved_swiglu or not shape.fp8 or shape.H % multiple or shape.F % multiple:
         return False
     try:
         load_deep_gemm()

@@ -1,6 +1,6 @@
 """Experts `triton_or_deep_gemm`: for each call whichever of the two was faster for such a call, by measurement.
 
-Letters: E experts, H hidden, F expert intermediate.
+Letters: R rows, K top-k, H hidden.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,19 @@ from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.modular.workspace import BufferSpec
 
 
-def prefers_deep_gemm(
-    *, slots: int, num_experts: int, intermediate: int, fp8: bool, tuned: TunedCell | None = None
-) -> bool:
-    """Pure; the limits were measured on an H200: benchmarks/notes_experts.md.
+def prefers_deep_gemm(*, slots: int, num_experts: int, fp8: bool, tuned: TunedCell | None = None) -> bool:
+    """Pure; the limit was measured on an H200: benchmarks/notes_experts.md.
 
-    Few rows per expert fill blocks of 128 badly; narrow experts do not pay for writing both halves of the first GEMM,
-    and for wide ones it gains nothing.
+    Few rows per expert fill blocks of 128 badly. In bfloat16 it gains at most 7 % and takes up to twice the scratch
+    memory, because it needs the rows copied: who wants that names `deep_gemm`.
 
     Args:
         slots: rows times top-k.
         tuned: what a table of this GPU has for the problem, which wins where both were measured; None: nothing.
     """
-    mean_rows = slots / max(1, num_experts)
-    untuned = mean_rows >= 96 if fp8 else 1024 <= intermediate < 4096 and mean_rows >= 192
+    if not fp8:
+        return False
+    untuned = slots >= 96 * max(1, num_experts)
     return untuned if tuned is None else tuned.prefers_deep_gemm(untuned)
 
 
@@ -87,12 +86,10 @@ class TritonOrDeepGemmExperts(PermuteExpertsUnpermute):
     def _chosen(self, rows: Rows, weights: ExpertWeights) -> PermuteExpertsUnpermute:
         if not isinstance(rows, StandardRows):
             return self._triton  # which says what is wrong
-        num_experts, _, intermediate = weights.w2.shape
         R, K = rows.topk_ids.shape
         prefers = prefers_deep_gemm(
             slots=R * K,
-            num_experts=num_experts,
-            intermediate=intermediate,
+            num_experts=len(weights.w2),
             fp8=weights.w2_scale is not None,
             tuned=self._tuned.cell(tuned_shape(weights, K), R) if self._tuned.shapes else None,
         )
