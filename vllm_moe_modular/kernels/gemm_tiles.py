@@ -100,7 +100,10 @@ def choose_tiles(
         tiles = GemmTiles(
             block_rows=16,
             gated=GemmTile(32, 256, group_rows=1, num_warps=4, num_stages=3),
-            down=GemmTile(64, 256, group_rows=1, num_warps=4, num_stages=5),
+            # Where the sums are short, the columns are wide.
+            down=GemmTile(64, 256, group_rows=1, num_warps=4, num_stages=5)
+            if intermediate >= 1024
+            else GemmTile(128, 128, group_rows=1, num_warps=4, num_stages=3),
         )
     if itemsize > 2:
         tiles = _for_wide_elements(tiles, hidden=hidden, intermediate=intermediate)

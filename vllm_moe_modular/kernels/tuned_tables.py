@@ -223,10 +223,7 @@ def write_table(file: Path, table: TunedTable) -> None:
     Raises:
         TunedTableError: the file cannot be written.
     """
-    shapes = [
-        asdict(shape) | {"cells": [{k: v for k, v in asdict(cell).items() if v is not None} for cell in cells]}
-        for shape, cells in table.shapes.items()
-    ]
+    shapes = [asdict(shape) | {"cells": [_as_json(cell) for cell in cells]} for shape, cells in table.shapes.items()]
     text = json.dumps({"gpu": table.gpu, "made_with": dict(table.made_with), "shapes": shapes}, indent=1)
     half = _half_written(file)
     try:
@@ -234,6 +231,12 @@ def write_table(file: Path, table: TunedTable) -> None:
         half.replace(file)
     except OSError as error:
         raise _unwritable(file, error) from error
+
+
+def _as_json(cell: TunedCell) -> dict[str, Any]:
+    """Microseconds to a hundredth."""
+    known = {k: v for k, v in asdict(cell).items() if v is not None}
+    return {k: round(v, 2) if isinstance(v, float) else v for k, v in known.items()}
 
 
 def require_writable(file: Path) -> None:
