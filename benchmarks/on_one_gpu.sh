@@ -9,7 +9,9 @@
 #   tune     a tuned table in OUT_DIR/tuned, which `experts` takes        7 minutes; fails while cells are left: run it again
 #   tokens   tiny checkpoints served with and without the plugin          5 minutes
 #   speed    tokens per second with and without the plugin                3 minutes
-#   kit      the conformance kit on every part, ranks sharing the GPU     minutes
+#   kit      the conformance kit on every part, ranks sharing the GPU     4 minutes
+#   batched  the batched format on blocks a quarter full, beside the standard format  1 minute
+#   stress   100,000 random steps of nvlink's kernels, all ranks in one process, then 200 under compute-sanitizer
 #   all2all  nvlink and DeepEP on two ranks that share the GPU            2 minutes
 #   ranks    tiny checkpoints served over two ranks that share the GPU    2 minutes for a model; an NCCL from 2.30 on in NCCL
 #
@@ -58,10 +60,20 @@ for part in "$@"; do
         ;;
     speed) run 300 python -m benchmarks.serving speed --out "$out/speed.jsonl" --profile ;;
     kit)
-        for name in triton triton_batched deep_gemm deep_gemm_batched triton_or_deep_gemm torch local nvlink allgather; do
-            run 90 $cli conformance $name --device cuda || faulty=1
-        done
-        [ -z "${faulty:-}" ]
+        parts="triton triton_batched deep_gemm deep_gemm_batched triton_or_deep_gemm torch local allgather nvlink"
+        ! python -c "import deep_ep" 2>/dev/null || parts="$parts deepep_high_throughput deepep_low_latency deepep_auto"
+        try="timeout 240 $cli conformance {} --device cuda >$out/kit_{}.log 2>&1 || echo {} ended with \$?"
+        faulty=$(echo "$parts" | tr ' ' '\n' | xargs -P 5 -I{} sh -c "$try")
+        tail -qn 12 "$out"/kit_*.log | cut -c1-400
+        echo "${faulty:-every part passed}"
+        [ -z "$faulty" ]
+        ;;
+    batched) run 100 python -m benchmarks.batched_experts && run 100 python -m benchmarks.batched_experts --fp8 ;;
+    stress)
+        stress="python -m benchmarks.nvlink_stress"
+        run 120 $stress --steps 50000 --ranks 2 && run 60 $stress --steps 25000 --ranks 3 &&
+            run 60 $stress --steps 25000 --ranks 2 --fp8 &&
+            run 120 compute-sanitizer --error-exitcode 7 $stress --steps 200 --ranks 2
         ;;
     all2all) run 240 python -m benchmarks.deepep_smoke --ranks 2 --timeout 40 --log "$out/all2all.errors" ;;
     ranks)
