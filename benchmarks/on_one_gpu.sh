@@ -5,13 +5,14 @@
 #
 #   tests    kernels, experts, and the benchmark's shapes                 3 minutes with 16 processors
 #   experts  triton and deep_gemm against their peers, bf16 and fp8       6 minutes
+#   batched  the batched format a quarter full, beside the standard one   1 minute
 #   accuracy both, 20 seeds, against plain torch's error                  4 minutes
-#   tune     a tuned table in OUT_DIR/tuned, which `experts` takes        7 minutes; fails while cells are left: run it again
+#   tune     a tuned table in OUT_DIR/tuned, which `experts` takes        3 minutes; fails while cells are left: run it again
 #   tokens   tiny checkpoints served with and without the plugin          5 minutes
 #   speed    tokens per second with and without the plugin                3 minutes
 #   kit      the conformance kit on every part, ranks sharing the GPU     4 minutes
-#   batched  the batched format on blocks a quarter full, beside the standard format  1 minute
-#   stress   100,000 random steps of nvlink's kernels, all ranks in one process, then 200 under compute-sanitizer
+#   stress   100,000 random steps of nvlink's kernels, all ranks in one   minutes; 200 more under compute-sanitizer
+#            process
 #   all2all  nvlink and DeepEP on two ranks that share the GPU            2 minutes
 #   ranks    tiny checkpoints served over two ranks that share the GPU    2 minutes for a model; an NCCL from 2.30 on in NCCL
 #

@@ -3,11 +3,13 @@
 What lies where, who sends what to whom, and what is left alone; `test_nvlink_protocol` is about the order of things.
 """
 
+import random
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+from benchmarks.nvlink_stress import stress
 from tests.kernels.common import DEVICE, DTYPES, poisoned, randn
 from vllm_moe_modular.kernels import nvlink_combine, nvlink_dispatch, nvlink_memory
 from vllm_moe_modular.kernels.nvlink_memory import MAX_PROGRAMS, PEER_UNIT_BYTES, NvlinkShape, NvlinkSlot, make_slot
@@ -231,3 +233,10 @@ def test_tiles(rows: int, row_bytes: int) -> None:
         # Half of a multiprocessor's threads for what waits: see the order in `nvlink_dispatch`.
         assert tile.num_warps * 32 <= 1024
     assert back.chunk_rows % back.tile_rows == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["as they are", "fp8"])
+def test_ranks_that_run_at_the_same_time_on_one_gpu(fp8: bool) -> None:
+    """The same over 100,000 steps: python -m benchmarks.nvlink_stress."""
+    stress(2, 1000, seed=random.randrange(10**9), fp8=fp8)
