@@ -9,6 +9,8 @@ import torch
 
 from vllm_moe_modular.bench import tile_candidates
 from vllm_moe_modular.bench.accuracy_sweep import sweep
+from vllm_moe_modular.bench.all_to_all_cases import MODES, peer_names
+from vllm_moe_modular.bench.all_to_all_report import SHARED, read_results
 from vllm_moe_modular.bench.candidates import of_part, ours
 from vllm_moe_modular.bench.experts import measure_shape
 from vllm_moe_modular.bench.problems import activation_of, random_steps, random_weights
@@ -59,6 +61,21 @@ def test_a_point_is_measured_and_what_cannot_run_says_why() -> None:
         if r["experts"] == "triton":
             assert r["error"] <= 2 * r["plain_error"]
             assert r["workspace_bytes"] > 0
+
+
+def test_all_to_alls_are_measured_also_where_ranks_share_the_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every peer that loads here brings the right answer home, in both modes, or says why it was not run."""
+    shared = ["--shared-gpu"] if torch.cuda.device_count() < 2 else []
+    command = ["bench", "all-to-all", "--hidden", "2048", "--tokens", "1", "300", "--fp8", *shared]
+    assert main([*command, "--out", str(tmp_path / "out.jsonl")]) == 0
+    results = read_results([tmp_path / "out.jsonl"])
+    assert {r["peer"] for r in results} == set(peer_names())
+    nvlink = {(r["rows"], r["mode"], r["T"]) for r in results if r["peer"] == "nvlink" and "median_us" in r}
+    assert nvlink == {(rows, mode, T) for rows in ("bfloat16", "fp8") for mode in MODES for T in (1, 300)}
+    assert not [r for r in results if "is wrong" in r.get("not_run", "")]
+    assert (SHARED in capsys.readouterr().out) == bool(shared)
 
 
 def test_a_table_is_made_and_honoured(tmp_path: Path) -> None:

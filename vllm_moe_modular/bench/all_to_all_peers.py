@@ -1,167 +1,185 @@
-"""All-to-alls as `all_to_all` runs them: one round trip, dispatch and combine, with experts that return their input.
+"""What `all_to_all` runs: tokens, the right answer, and one dispatch and combine of our parts.
 
-Letters: T tokens per rank, K top-k, H hidden, G experts, W ranks.
+Letters: T tokens of this rank, K top-k, H hidden, G experts of all ranks.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 
-from vllm_moe_modular.kernels.nvlink_memory import NvlinkShape
+from vllm_moe_modular.bench.all_to_all_cases import FP8, Case, parts
+from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.fp8 import dequantized_rows
+from vllm_moe_modular.modular.kernel import rounds_of
 from vllm_moe_modular.modular.placement import ExpertPlacement
-from vllm_moe_modular.modular.prepare_finalize import StandardRows
-from vllm_moe_modular.prepare_finalize.nvlink import NvlinkPrepareAndFinalize, buffers_for
-from vllm_moe_modular.reference.quantize_fp8 import dequantize_fp8, quantize_fp8
+from vllm_moe_modular.modular.prepare_finalize import Dispatched, PrepareAndFinalize, StandardRows
+from vllm_moe_modular.modular.rank_group import RankGroup
+from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
+from vllm_moe_modular.testing.conformance.plain_experts import identity_experts
 from vllm_moe_modular.testing.ranks import Here
 
+EXPERT_ROWS, REDUCED_ROWS = "expert rows", "reduced rows"
+"""What a combine takes: a row of each expert of a token, or one of each rank, which the experts added up."""
 
-@dataclass(frozen=True)
-class Case:
-    """T tokens on each rank, bf16."""
-
-    T: int
-    H: int
-    G: int
-    K: int
+LOST_AFTER_S = 20.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of this rank in one step."""
+    """Of this rank, or a round of them: x [T, H] bfloat16; ids [T, K], int32 unless a peer wants others; weights [T, K]
+    float32."""
 
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
 
 
-RoundTrip = Callable[[Tokens], torch.Tensor]
-"""Every rank that was given a token's row gives it back as it came; returns the sum over the ranks, [T, H]."""
+def draw(case: Case, here: Here, seed: int) -> Tokens:
+    """Uniformly random routing, all weights 1, every rank as many tokens. Whole numbers of at most 7, of which 7 is in
+    every group of 128: they are the same in fp8, and every order of a sum gives the same bits."""
+    g = torch.Generator(here.device).manual_seed(1000 * seed + here.rank)
+    x = torch.randint(-7, 8, (case.T, case.H), device=here.device, generator=g).bfloat16()
+    x[:, ::128] = 7
+    ids = torch.rand(case.T, case.G, device=here.device, generator=g).topk(case.K).indices.int()
+    return Tokens(x, ids, torch.ones(case.T, case.K, device=here.device))
 
 
-@dataclass(frozen=True)
-class Peer:
-    """One row of the table.
+def right_answer(tokens: Tokens) -> torch.Tensor:
+    """[T, H]: each of the K experts of a token returns it."""
+    return tokens.x * tokens.ids.shape[1]
+
+
+class Transfer(ABC):
+    """One peer on one case, on one rank. Holds no per-call state.
 
     Attributes:
-        make: for one case, on every rank. Buffers hold `capacity` tokens per rank.
-        answer: what a round trip has to return.
+        ran: the class that does the work.
+        combine_takes: `EXPERT_ROWS` or `REDUCED_ROWS`.
+        tokens_per_round: the most tokens of a rank that a dispatch takes; None: there is no such limit.
+        sends_fp8: whether its last dispatch did.
     """
 
-    name: str
-    make: Callable[[Here, Case, int], RoundTrip]
-    answer: Callable[[Tokens, Case, Here], torch.Tensor]
+    ran: str
+    combine_takes: str = REDUCED_ROWS
+    tokens_per_round: int | None = None
+    sends_fp8: bool = False
+
+    def as_taken(self, tokens: Tokens) -> Tokens:
+        """`tokens` as its user's router would give them; not timed."""
+        return tokens
+
+    @abstractmethod
+    def dispatch(self, tokens: Tokens) -> Any:
+        """To the ranks that hold the experts; every rank brings as many tokens."""
+
+    @abstractmethod
+    def experts(self, sent: Any) -> torch.Tensor:
+        """What combine takes, from experts that return their rows."""
+
+    @abstractmethod
+    def unchanged(self, sent: Any) -> torch.Tensor:
+        """As much memory as `experts` returns, without their work: what is timed is the transfer alone."""
+
+    @abstractmethod
+    def combine(self, sent: Any, y: torch.Tensor) -> torch.Tensor:
+        """[T, H], home."""
 
 
-def draw(case: Case, here: Here, seed: int) -> Tokens:
-    g = torch.Generator(here.device).manual_seed(1000 * seed + here.rank)
-    return Tokens(
-        x=torch.randn(case.T, case.H, device=here.device, generator=g).bfloat16(),
-        ids=torch.rand(case.T, case.G, device=here.device, generator=g).topk(case.K).indices.int(),
-        weights=torch.rand(case.T, case.K, device=here.device, generator=g),
-    )
+def in_rounds(transfer: Transfer, tokens: Tokens) -> list[Tokens]:
+    """Cut to what one dispatch takes, as the composer does; not timed."""
+    given, T = transfer.as_taken(tokens), len(tokens.x)
+    cuts = [cut for cut, _ in rounds_of(T, T, transfer.tokens_per_round)]
+    return [Tokens(given.x[cut], given.ids[cut], given.weights[cut]) for cut in cuts]
 
 
-def from_ranks_with_experts(tokens: Tokens, case: Case, here: Here) -> torch.Tensor:
-    """Exact for two ranks: a row or its double."""
-    rank_of = torch.tensor(ExpertPlacement.linear(case.G, here.size).rank_of, device=here.device)
-    ranks = rank_of[tokens.ids.long()]
-    shares = torch.stack([(ranks == w).any(1) for w in range(here.size)]).sum(0)
-    return (tokens.x.float() * shares.unsqueeze(1)).bfloat16()
+def round_trip(transfer: Transfer, rounds: list[Tokens]) -> None:
+    """What is timed."""
+    for tokens in rounds:
+        sent = transfer.dispatch(tokens)
+        transfer.combine(sent, transfer.unchanged(sent))
 
 
-def from_all_ranks(tokens: Tokens, case: Case, here: Here) -> torch.Tensor:  # noqa: ARG001
-    """Exact for two ranks."""
-    return tokens.x * here.size
+def answer(transfer: Transfer, rounds: list[Tokens]) -> torch.Tensor:
+    """What is compared: a round trip by way of the experts, [T, H]."""
+    out = []
+    for tokens in rounds:
+        sent = transfer.dispatch(tokens)
+        out.append(transfer.combine(sent, transfer.experts(sent)))
+    return torch.cat(out)
 
 
-def as_sent_in_fp8(tokens: Tokens, case: Case, here: Here) -> torch.Tensor:
-    """`from_ranks_with_experts` of what the tokens are after quantising."""
-    meant = dequantize_fp8(*quantize_fp8(tokens.x)).bfloat16()
-    return from_ranks_with_experts(replace(tokens, x=meant), case, here)
+@cache
+def _group_over(process_group: dist.ProcessGroup) -> RankGroup:
+    return RankGroup(process_group, timeout_s=LOST_AFTER_S)
 
 
-def _nvlink(
-    here: Here, case: Case, capacity: int, *, fp8: bool = False, dispatch_alone: bool = False
-) -> RoundTrip:  # fmt: skip
-    """In a graph, which is what is timed, rows in fp8 are not turned back: that is the experts' work; nor need there be
-    a combine, for a dispatch waits for the peers' dispatch only. What is compared is whole.
+def group_of(here: Here) -> RankGroup:
+    """The same one for all peers of a process, so that they share buffers."""
+    return _group_over(here.group)
+
+
+class OurPart(Transfer):
+    """A registered all-to-all through its `prepare` and `finalize`.
+
+    Raises:
+        MoEModularError: it does not load, or does not take the case.
     """
-    shape = NvlinkShape(here.size, capacity, case.K, case.H, torch.bfloat16, fp8_rows=fp8)
-    buffers = buffers_for(here.group, shape, here.device)
-    part = NvlinkPrepareAndFinalize(
-        buffers=buffers,
-        placement=ExpertPlacement.linear(case.G, here.size),
-        timeout_s=20.0,
-    )
-    y = torch.empty(here.size * case.T, case.H, dtype=torch.bfloat16, device=here.device)
 
-    def round_trip(tokens: Tokens) -> torch.Tensor:
-        done = part.prepare(
-            tokens.x, tokens.ids, tokens.weights, max_tokens_per_rank=case.T, router_weight_on_input=False
+    def __init__(self, name: str, here: Here, case: Case) -> None:
+        self.part: PrepareAndFinalize[Any] = (
+            parts()[name]
+            .load()
+            .build(
+                BuildContext(
+                    device=here.device,
+                    dtype=torch.bfloat16,
+                    placement=ExpertPlacement.linear(case.G, here.size),
+                    rank=here.rank,
+                    group=group_of(here),
+                    hidden=case.H,
+                    top_k=case.K,
+                    capacity_tokens=case.capacity_tokens,
+                    activation=None,
+                    low_latency_tokens=case.low_latency_tokens,
+                    fp8_rows=case.rows == FP8,
+                )
+            )
         )
-        assert isinstance(done.rows, StandardRows), "nvlink delivers the standard format"
-        timed = torch.cuda.is_current_stream_capturing()
-        if timed and dispatch_alone:
-            buffers.give_back(done.ticket.slot)
-            return tokens.x
-        if fp8 and not timed:
-            y.copy_(dequantized_rows(done.rows.for_experts(ids_dtype=None, dtype=y.dtype)))
+        self.ran = type(self.part).__name__
+        self._weighs_at_home = self.part.weight_and_reduce_by is WeightAndReduceBy.FINALIZE
+        self.combine_takes = EXPERT_ROWS if self._weighs_at_home else REDUCED_ROWS
+        self.tokens_per_round = self.part.tokens_per_round
+
+    def as_taken(self, tokens: Tokens) -> Tokens:
+        """See `Transfer`."""
+        return replace(tokens, ids=tokens.ids.to(self.part.topk_indices_dtype or tokens.ids.dtype))
+
+    def dispatch(self, tokens: Tokens) -> tuple[Tokens, Dispatched[Any]]:
+        """See `Transfer`."""
+        return tokens, self.part.prepare(
+            tokens.x, tokens.ids, tokens.weights, max_tokens_per_rank=len(tokens.x), router_weight_on_input=False
+        )
+
+    def experts(self, sent: tuple[Tokens, Dispatched[Any]]) -> torch.Tensor:
+        """See `Transfer`."""
+        rows = sent[1].rows.for_experts(ids_dtype=None, dtype=torch.bfloat16)
+        self.sends_fp8 = rows.x_scale is not None
+        return identity_experts(self.part, replace(rows, x=dequantized_rows(rows), x_scale=None))
+
+    def unchanged(self, sent: tuple[Tokens, Dispatched[Any]]) -> torch.Tensor:
+        """See `Transfer`."""
+        rows = sent[1].rows
+        if self._weighs_at_home and isinstance(rows, StandardRows):
+            return rows.x.new_empty((*rows.topk_ids.shape, rows.x.shape[1]), dtype=torch.bfloat16)
+        return rows.x if rows.x_scale is None else torch.empty_like(rows.x, dtype=torch.bfloat16)
+
+    def combine(self, sent: tuple[Tokens, Dispatched[Any]], y: torch.Tensor) -> torch.Tensor:
+        """See `Transfer`."""
+        tokens, dispatched = sent
         out = torch.empty_like(tokens.x)
-        part.finalize(y if fp8 else done.rows.x, done.ticket, out_TH=out)
+        self.part.finalize(y, dispatched.ticket, out_TH=out)
         return out
-
-    return round_trip
-
-
-def _nccl(here: Here, case: Case, capacity: int) -> RoundTrip:  # noqa: ARG001
-    """All-gather of rows, ids and weights; the ranks' shares back by reduce-scatter, which adds in bf16.
-
-    Rows without an expert on a rank come back too: to leave them out of the sum is left to the experts.
-    """
-
-    def round_trip(tokens: Tokens) -> torch.Tensor:
-        x = tokens.x.new_empty(here.size * case.T, case.H)
-        ids = tokens.ids.new_empty(here.size * case.T, case.K)
-        weights = tokens.weights.new_empty(here.size * case.T, case.K)
-        dist.all_gather_into_tensor(x, tokens.x)
-        dist.all_gather_into_tensor(ids, tokens.ids)
-        dist.all_gather_into_tensor(weights, tokens.weights)
-        out = torch.empty_like(tokens.x)
-        dist.reduce_scatter_tensor(out, x)
-        return out
-
-    return round_trip
-
-
-def _link_floor(here: Here, case: Case, capacity: int) -> RoundTrip:
-    """A plain copy of the rows into the next rank's memory, twice, all ranks at once, nobody waiting for anybody."""
-    buffer = symmetric_memory.empty(capacity, case.H, dtype=torch.bfloat16, device=here.device)
-    mapping = symmetric_memory.rendezvous(buffer, here.group)
-    far = mapping.get_buffer((here.rank + 1) % here.size, (capacity, case.H), torch.bfloat16)[: case.T]
-
-    # The buffer lives as long as this function does.
-    def round_trip(tokens: Tokens, _keep: torch.Tensor = buffer) -> torch.Tensor:
-        far.copy_(tokens.x)
-        far.copy_(tokens.x)
-        return tokens.x
-
-    return round_trip
-
-
-FP8_PEERS = (
-    Peer("nvlink, rows in fp8", partial(_nvlink, fp8=True), as_sent_in_fp8),
-    Peer("nvlink dispatch alone", partial(_nvlink, dispatch_alone=True), from_ranks_with_experts),
-    Peer("nvlink dispatch alone, fp8", partial(_nvlink, fp8=True, dispatch_alone=True), as_sent_in_fp8),
-)
-"""With `--fp8`: what quantising on the way out saves."""
-
-PEERS = (
-    Peer("nvlink", _nvlink, from_ranks_with_experts),
-    Peer("all-gather / reduce-scatter", _nccl, from_all_ranks),
-    Peer("plain copies (link floor)", _link_floor, lambda tokens, case, here: tokens.x),  # noqa: ARG005
-)

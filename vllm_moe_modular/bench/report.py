@@ -4,7 +4,7 @@ Standard library only: an earlier run can be read where there is no torch.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,19 @@ def read_results(files: Iterable[Path]) -> list[Result]:
     Raises:
         BenchFileError: a file is missing, or a line is no result.
     """
+    return read_lines(files, _check, key=("experts", "model", "weights", "M"), of="bench experts")
+
+
+def read_lines(files: Iterable[Path], check: Callable[[Any], None], *, key: Sequence[str], of: str) -> list[Result]:
+    """JSON lines of a benchmark; of those that agree in `key` the last one counts.
+
+    Args:
+        check: raises ValueError, KeyError or TypeError for what is no result.
+        of: the benchmark, for messages.
+
+    Raises:
+        BenchFileError: a file is missing, or a line is no result.
+    """
     found: dict[tuple[Any, ...], Result] = {}
     for file in files:
         try:
@@ -52,14 +65,14 @@ def read_results(files: Iterable[Path]) -> list[Result]:
         for number, line in enumerate(lines, 1):
             try:
                 result = json.loads(line)
-                _check(result)
-                key = tuple(result[name] for name in ("experts", "model", "weights", "M"))
+                check(result)
+                point = tuple(result[name] for name in key)
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise BenchFileError(
-                    f"{file}, line {number}, is no result of bench experts ({type(error).__name__}: {error}); take "
+                    f"{file}, line {number}, is no result of {of} ({type(error).__name__}: {error}); take "
                     "the line out, or measure again"
                 ) from error
-            found[key] = result
+            found[point] = result
     if not found:
         raise BenchFileError("there are no results: " + ", ".join(map(str, files)))
     return list(found.values())

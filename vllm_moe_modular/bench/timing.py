@@ -1,8 +1,9 @@
-"""Timing in CUDA graphs: all candidates of one point on the same inputs, replayed in turns."""
+"""Timing, most of it in CUDA graphs: all candidates of one point on the same inputs, replayed in turns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from time import perf_counter
 
 import torch
 
@@ -20,6 +21,34 @@ class Timing:
     median_us: float
     p20_us: float
     p80_us: float
+
+
+Stamp = torch.cuda.Event | float
+"""A moment: on the device's stream, or seconds of the host's clock."""
+
+
+def stamp(device: torch.device) -> Stamp:
+    """Now: once the device has done what it was given on the current stream; on a CPU, at once."""
+    if device.type == "cpu":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def microseconds(before: Stamp, after: Stamp) -> float:
+    """Between two stamps of one device, which has to be done with both."""
+    if isinstance(before, torch.cuda.Event):
+        assert isinstance(after, torch.cuda.Event), "stamps of one device"
+        return float(before.elapsed_time(after)) * 1e3
+    assert isinstance(after, float), "stamps of one device"
+    return (after - before) * 1e6
+
+
+def timing_of(times_us: Iterable[float]) -> Timing:
+    """Of at least one measurement."""
+    times = sorted(times_us)
+    return Timing(median(times), times[len(times) // 5], times[-1 - len(times) // 5])
 
 
 def require_cuda(command: str) -> None:
@@ -60,16 +89,10 @@ def time_in_turns(graphs: Mapping[str, torch.cuda.CUDAGraph], calls: int, rounds
             after.record()
             events[name].append((before, after))
     torch.cuda.synchronize()
-    timings = {}
-    for name, pairs in events.items():
-        times = sorted(before.elapsed_time(after) * 1e3 / calls for before, after in pairs)
-        timings[name] = Timing(median(times), times[rounds // 5], times[-1 - rounds // 5])
-    return timings
-
-
-def time_in_graph(calls: Calls, *, rounds: int = 15) -> Timing:
-    """One candidate alone; per call."""
-    return time_in_turns({"": captured(calls)}, len(calls), rounds)[""]
+    return {
+        name: timing_of(before.elapsed_time(after) * 1e3 / calls for before, after in pairs)
+        for name, pairs in events.items()
+    }
 
 
 def machine() -> dict[str, str]:

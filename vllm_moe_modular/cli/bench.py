@@ -4,10 +4,12 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
+from vllm_moe_modular.bench.all_to_all_cases import HIDDEN, MODES
+from vllm_moe_modular.bench.all_to_all_cases import TOKENS as T_OF_RANK
 from vllm_moe_modular.bench.shapes import FP8_MODELS, SHAPES, TOKENS
 
 ROUNDS, SEEDS = 15, 20
-MODULES = {"experts": "vllm_moe_modular.cli.bench_experts", "all-to-all": "vllm_moe_modular.bench.all_to_all"}
+MODULES = {"experts": "vllm_moe_modular.cli.bench_experts", "all-to-all": "vllm_moe_modular.cli.bench_all_to_all"}
 """By benchmark, what is imported to run it."""
 
 
@@ -16,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choices = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
     summary = "our experts against vLLM's kernels, DeepGEMM, triton_kernels and plain torch, on one GPU"
     _add_experts(choices.add_parser("experts", help=summary, description=summary))
-    summary = "round trips of all-to-alls over the GPUs of this machine"
+    summary = (
+        "dispatch and combine of all-to-alls over the GPUs of this machine, beside their libraries called directly"
+    )
     _add_all_to_all(choices.add_parser("all-to-all", help=summary, description=summary))
 
 
@@ -52,14 +56,24 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
 
 def _add_all_to_all(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines are appended to this file")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="GPUs (default 2)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture to write: .svg, .png or .pdf")
     parser.add_argument(
-        "--hidden", type=int, nargs="+", default=[7168, 2048], metavar="H", help="hidden sizes (default 7168 2048)"
+        "--read", type=Path, nargs="+", metavar="FILE", help="measure nothing; tell of these JSON lines of earlier runs"
     )
-    tokens = [1, 8, 64, 128, 1024, 4096]
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="GPUs (default 2)")
+    hidden, tokens = " ".join(map(str, HIDDEN)), " ".join(map(str, T_OF_RANK))
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=tokens, metavar="T",
-        help=f"tokens per rank (default {' '.join(map(str, tokens))})",
+        "--hidden", type=int, nargs="+", default=list(HIDDEN), metavar="H", help=f"hidden sizes (default {hidden})"
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=list(T_OF_RANK), metavar="T",
+        help=f"tokens of each rank (default {tokens})",
     )  # fmt: skip
     parser.add_argument("--peers", nargs="+", metavar="NAME", help="what runs (default everything)")
-    parser.add_argument("--fp8", action="store_true", help="nvlink with rows in fp8 too, and either dispatch alone")
+    parser.add_argument(
+        "--mode", nargs="+", default=list(MODES), metavar="MODE", help=f"{' or '.join(MODES)} (default both)"
+    )
+    parser.add_argument("--fp8", action="store_true", help="dispatch with rows in fp8 too, where a peer sends them")
+    parser.add_argument(
+        "--shared-gpu", action="store_true", help="ranks may share a GPU: whether it is right; times mean nothing"
+    )

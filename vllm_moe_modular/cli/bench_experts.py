@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         if given := [f"--{name}" for name, default in OF_MEASURING.items() if getattr(options, name) != default]:
             raise MoEModularError(f"--read measures nothing, so {', '.join(given)} would do nothing; leave one out")
         if options.plot:
-            _figures().require_format(options.plot)
+            figures().require_format(options.plot)
         return _tell(read_results(options.read), options.plot)
     shapes = chosen_shapes(options.models, fp8=options.fp8)
     for name, value in (("--tokens", min(options.tokens)), ("--rounds", options.rounds), ("--seeds", options.seeds)):
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         require_appendable(options.out)
     if options.plot:
-        _figures().require_format(options.plot)  # before minutes are spent on what cannot be drawn
+        figures().require_format(options.plot)  # before minutes are spent on what cannot be drawn
     from vllm_moe_modular.bench.timing import require_cuda
 
     require_cuda("bench experts")
@@ -134,12 +134,17 @@ def append(file: Path, result: Result) -> None:
 def _tell(results: Sequence[Result], plot: Path | None) -> int:
     print(report(results))
     if plot is not None:
-        _figures().experts_plot(results, plot)
+        figures().experts_plot(results, plot)
         print(f"\n{plot}")
     return 0
 
 
-def _figures() -> ModuleType:
+def figures() -> ModuleType:
+    """What draws.
+
+    Raises:
+        BenchFileError: there is no matplotlib.
+    """
     try:
         from vllm_moe_modular.cli import bench_figures
     except ImportError as error:
