@@ -34,7 +34,7 @@ PART = Part(
     target="example_broadcast:BroadcastPrepareAndFinalize",
     activation_format=ActivationFormat.STANDARD,
     reduces=frozenset({"experts"}),
-    preference=1000,  # after all others: `auto` does not take an example
+    preference=1000,  # suggested after all others; `auto` takes no part of another package
     summary="every rank's tokens to every rank, unpadded; an example",
     checks=(has_peers, no_cuda_graph("the host reads how many rows arrive")),
 )

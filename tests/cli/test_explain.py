@@ -66,12 +66,17 @@ def test_all_reasons_of_a_candidate_are_printed_and_nothing_fitting_is_status_1(
 
 
 def test_what_would_run_if_it_were_named_is_told(capsys: Captured) -> None:
-    would = "--all2all nvlink --experts triton_or_deep_gemm would run"
+    would = "--all2all nvlink --experts triton would run (the server needs triton)"
     assert (
         f"left to vLLM: nothing fits that auto takes; {would}" in explain(capsys, QWEN, "--dp", 2, "--gpu", "h200")[1]
     )
     named = explain(capsys, QWEN, "--dp", 2, "--gpu", "h200", "--all2all", "nvlink")[1]
     assert f"start-up stops: nothing runs them on all-to-all nvlink with what auto takes; {would}" in named
+
+
+def test_what_is_told_to_run_by_name_has_nothing_to_install_if_there_is_such(capsys: Captured) -> None:
+    for ranks, would in ((16, "allgather --experts triton"), (2, "nvlink --experts triton")):
+        assert f"--all2all {would} would run" in explain(capsys, QWEN, "--dp", ranks, "--gpu", "h200")[1]
 
 
 def test_a_part_that_no_graph_captures_runs_between_graphs_where_it_is_named(capsys: Captured) -> None:

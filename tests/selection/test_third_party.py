@@ -80,12 +80,24 @@ def choose(all2all: str = "auto", *, import_targets: bool = False) -> Selection:
     return select(full_registry(import_targets=import_targets), DP2_EP, LAPTOP, all2all=all2all)
 
 
-def test_a_part_of_theirs_is_chosen_and_said_to_be_theirs(install: Install) -> None:
+def test_a_part_of_theirs_that_is_named_is_chosen_and_said_to_be_theirs(install: Install) -> None:
     install("good = GOOD")
-    selection = choose(import_targets=True)
+    selection = choose("good", import_targets=True)
     assert selection.choice is not None
     assert selection.choice.all2all.provided_by == "their-package"
-    assert "chosen  good (from their-package)  theirs" in selection.explain()
+    assert (
+        "chosen  good (from their-package)  asked for by name although comes with their-package" in selection.explain()
+    )
+
+
+def test_that_a_package_is_installed_changes_nothing_about_what_auto_takes(install: Install) -> None:
+    before = choose()
+    install("good = GOOD")  # which it prefers to all others
+    after = choose(import_targets=True)
+    assert str(after.choice) == str(before.choice) == "torch + torch"
+    assert "by name  good (from their-package)  comes with their-package, not with this package; name it to use it" in (
+        after.explain()
+    )
 
 
 def test_an_entry_point_may_be_a_function(install: Install) -> None:
@@ -116,7 +128,7 @@ def test_a_broken_one_is_told_to_whoever_names_it_and_to_nobody_else(point: str,
     name = point.split(" ")[0]
     assert (broken.name, broken.provided_by) == (name, "their-package")
     assert why in broken.why
-    assert str(select(registry, DP2_EP, LAPTOP).choice) == "good + torch"
+    assert str(select(registry, DP2_EP, LAPTOP, all2all="good").choice) == "good + torch"
     with pytest.raises(NoUsablePartError) as error:
         select(registry, DP2_EP, LAPTOP, all2all=name)
     assert why in str(error.value)

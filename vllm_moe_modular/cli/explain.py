@@ -101,19 +101,22 @@ def read_config(model: Path) -> dict[str, Any]:
 def outcome(selection: Selection) -> str:
     """What a server would do with such layers."""
     if selection.choice is not None:
-        needs = dict.fromkeys(module for part in selection.choice.parts for module in part.requires)
-        return f"run on {selection.choice}" + (f" (the server needs {', '.join(needs)})" if needs else "")
+        return f"run on {selection.choice}{_needing(selection.choice)}"
     named = [f"{kind.value} {name}" for kind, name in selection.asked_for.items() if name != AUTO]
     by_name = selection.by_name()
     if named:
         told = f"start-up stops: nothing runs them on {' and '.join(named)}"
-        return told if by_name is None else f"{told} with what auto takes; {_asking_for(by_name)} would run"
+        return told if by_name is None else f"{told} with what auto takes; {_asking_for(by_name)}"
     told = "left to vLLM: nothing fits that auto takes"
-    return told if by_name is None else f"{told}; {_asking_for(by_name)} would run"
+    return told if by_name is None else f"{told}; {_asking_for(by_name)}"
 
 
 def _asking_for(choice: Choice) -> str:
-    return f"--all2all {choice.all2all.name} --experts {choice.experts.name}"
+    return f"--all2all {choice.all2all.name} --experts {choice.experts.name} would run{_needing(choice)}"
+
+
+def _needing(choice: Choice) -> str:
+    return f" (the server needs {', '.join(choice.needs)})" if choice.needs else ""
 
 
 def as_text(

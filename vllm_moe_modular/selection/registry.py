@@ -36,7 +36,7 @@ class Part:
         name: what users type.
         target: "package.module:Class" with a classmethod `build(context)`, imported only once chosen.
         reduces: for experts, where the top-k weight and reduce may be done; for an all-to-all, where it must be.
-        preference: lower is preferred by `auto`, among those that fit.
+        preference: lower is preferred, by `auto` among those that fit and in what is suggested by name.
         summary: one line for tables.
         checks: reasons why it cannot run a problem.
         declines: reasons why `auto` leaves it out although it could run; who names the part gets it.

@@ -40,6 +40,16 @@ class Choice:
         """All of them."""
         return (self.all2all, self.experts, *(() if self.small is None else self.small.parts))
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Modules, each once; "a or b": one of them."""
+        return tuple(dict.fromkeys(module for part in self.parts for module in part.requires))
+
+    @property
+    def to_install(self) -> tuple[str, ...]:
+        """Of `needs` what does not come with a torch for GPUs."""
+        return tuple(module for module in self.needs if module != "triton")
+
     def takes_fp8_rows(self, problem: Problem) -> bool:
         """Whether rows may be sent in fp8: what the experts of every pair take."""
         rest = self.small is None or self.small.takes_fp8_rows(problem)
@@ -62,18 +72,25 @@ class Selection:
 
     @property
     def why_not(self) -> str:
-        """The reasons in one line, for a log; each reason once."""
-        seen: dict[str, None] = {}
+        """In one line, for a log: what would run by name, then each reason once, with the parts that it is about."""
+        parts_of: dict[str, list[str]] = {}
         for kind, verdicts in self.verdicts.items():
             asked_for = self.asked_for[kind]
-            for v in verdicts:
+            # What could run comes first: what is said of it is what decided.
+            for v in sorted(verdicts, key=lambda v: self.mark(v) == "no"):
                 if asked_for in (AUTO, v.part.name) and not v.usable(asked_for):
                     for reason in self._reasons(v):
-                        seen.setdefault(reason)
-        return "; ".join(seen) or "no all-to-all and experts of the same format fit"
+                        parts_of.setdefault(reason, []).append(v.part.name)
+        by_name = self.by_name()
+        told = [] if by_name is None else [f"by name {by_name} would run"]
+        told += [f"{', '.join(dict.fromkeys(parts))}: {reason}" for reason, parts in parts_of.items()]
+        return " | ".join(told) or "no all-to-all and experts of the same format fit"
 
     def by_name(self) -> Choice | None:
-        """The best pair that would run if both parts were named, as far as they were not; None: there is none."""
+        """The best pair that would run if both parts were named, as far as they were not; None: there is none.
+
+        First one that has nothing to install and that CUDA graphs can capture.
+        """
         able = {
             kind: [v for v in verdicts if self.asked_for[kind] in (AUTO, v.part.name) and self.mark(v) != "no"]
             for kind, verdicts in self.verdicts.items()
@@ -84,7 +101,12 @@ class Selection:
             for e in able[PartKind.EXPERTS]
             if fits(a.part, e.part) and _small_objection(a.part, e.part, self.verdicts) is None
         ]
-        return min(pairs, key=lambda c: c.all2all.preference + c.experts.preference, default=None)
+
+        def cost(choice: Choice) -> tuple[int, bool, int]:
+            uncaptured = any(part.cannot_be_captured for part in choice.parts)
+            return len(choice.to_install), uncaptured, choice.all2all.preference + choice.experts.preference
+
+        return min(pairs, key=cost, default=None)
 
     def explain(self) -> str:
         """The whole table: the question, then every candidate with each of its reasons on a line of its own."""

@@ -19,6 +19,8 @@ where `BuildContext` (`vllm_moe_modular.modular.build`) holds the device, the pl
 group, the sizes and the capacity; take what you use. Layers with the same context share the object. Keep the module of
 the entry point free of torch if `vllm-moe-modular explain` is to work where there is none.
 
+`auto` leaves parts of other packages out; who names one gets it.
+
 Entry points are read in every process of the server, so nothing that is wrong with a package may stop it: a broken part
 is kept in `Registry.broken` with the reason, and only who asks for it by name gets an error, which holds that reason. A
 check that raises counts as an objection that names the package.
@@ -96,7 +98,13 @@ def _guarded(part: Part, distribution: str) -> Part:
     """The part with its provenance, what rules out every part, and checks that cannot take down the selection."""
     theirs = [check for check in part.checks if check is not replaceable]
     checks, declines = (tuple(_never_raising(c, distribution) for c in cs) for cs in (theirs, part.declines))
-    return replace(part, provided_by=distribution, checks=(replaceable, *checks), declines=declines)
+    by_name_only = _comes_with(distribution)
+    return replace(part, provided_by=distribution, checks=(replaceable, *checks), declines=(by_name_only, *declines))
+
+
+def _comes_with(distribution: str) -> Check:
+    """That a package is installed does not yet mean that a server shall run on it."""
+    return lambda problem, device: f"comes with {distribution}, not with this package; name it to use it"  # noqa: ARG005
 
 
 def _never_raising(check: Callable[[Problem, Device], str | None], distribution: str) -> Check:
