@@ -1,5 +1,6 @@
 """Every part that runs on a CPU keeps its contract. The list comes from the registry: a new part needs no edit."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from tests.conformance.faulty_parts import SendsFp8, WeighsAtHome
 from vllm_moe_modular.cli.main import main
 from vllm_moe_modular.errors import MoEModularError, NoUsablePartError
 from vllm_moe_modular.experts.torch_experts import TorchExperts
+from vllm_moe_modular.modular.experts import Activation, ActivationKind
 from vllm_moe_modular.selection.builtin import builtin_registry
 from vllm_moe_modular.selection.registry import Part, PartKind
-from vllm_moe_modular.testing.conformance import DTYPES, check_part, check_prepare_finalize
+from vllm_moe_modular.testing.conformance import DTYPES, check_experts, check_part, check_prepare_finalize
 from vllm_moe_modular.testing.conformance.for_pytest import ExpertsConformance, PrepareFinalizeConformance
 from vllm_moe_modular.testing.conformance.plain_experts import PlainBatchedExperts
 from vllm_moe_modular.testing.conformance.prepare_finalize_cases import KILLED, RANDOM_STEPS_CASE
@@ -104,3 +106,27 @@ def test_bad_input_is_one_line_and_status_2(
 def test_a_case_that_does_not_exist_lists_those_that_do() -> None:
     with pytest.raises(MoEModularError, match="no case is called 'speed'; there are: rows arrive bitwise, "):
         check_prepare_finalize(WeighsAtHome.build, cases=["speed"])
+
+
+def test_a_terminal_is_told_which_case_runs(
+    ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    check_experts(TorchExperts.build, cases=["no rows", "biases"], ranks=ranks_of(1)).require()
+    assert capsys.readouterr().err == "\r\x1b[Kcase 1 of 2\r\x1b[Kcase 2 of 2\r\x1b[K"
+
+
+@pytest.mark.parametrize(
+    ("activation", "says"),
+    [
+        (Activation(kind=ActivationKind.GELU), "activation gelu"),
+        (Activation(kind=ActivationKind.SILU, limit=7.0), "activation silu, limit 7.0"),
+        (
+            Activation(kind=ActivationKind.SWIGLU_OAI, limit=7.0, beta=0.0, interleaved=True),
+            "activation swiglu_oai, limit 7.0, beta 0.0, interleaved",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refusal_names_an_activation_in_words(activation: Activation, says: str) -> None:
+    assert str(activation) == says

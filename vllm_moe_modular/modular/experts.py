@@ -52,6 +52,15 @@ class Activation:
     beta: float = 1.0
     interleaved: bool = False
 
+    def __str__(self) -> str:
+        """As a message has it, the constants that are not the usual ones included: "activation silu, limit 7.0"."""
+        usual = Activation(kind=self.kind)
+        told = [f"activation {self.kind.value}"]
+        for name in ("limit", "alpha", "beta"):
+            if (value := getattr(self, name)) != getattr(usual, name):
+                told.append(f"{name} {value}")
+        return ", ".join([*told, "interleaved"] if self.interleaved else told)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:

@@ -148,7 +148,9 @@ LAYERS = [
     Case(why="an expert named twice by a row", K=3, repeated=True, absent=0.0),
     Case(why="300 experts", R=40, K=6, E=300, absent=0.0),
     Case(why="router weight on the input of one expert", K=1, weight_on_input=True),
-    Case(why="router weight on the input of several experts", K=3, weight_on_input=True, bias=True),
+    Case(why="router weight on the input of several experts", K=3, weight_on_input=True),
+    # It does not multiply the biases: who scales what comes out of the first GEMM, not what goes in, is right without.
+    Case(why="router weight on the input, and biases", K=3, weight_on_input=True, bias=True),
     Case(why="biases", bias=True),
     Case(why="sizes that no tile divides", H=72, F=40, R=17, K=3),
     *(

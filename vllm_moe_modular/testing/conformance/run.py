@@ -1,5 +1,6 @@
 """Starts ranks and runs the cases on them, one after the other."""
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -169,15 +170,23 @@ def _check(
     times = SHARED_DEVICE_TIMES if device == "cuda" and shares_devices(num_ranks) else 1
     with nullcontext(ranks) if ranks is not None else ranks_on(device, num_ranks) as started:
         for number, name in enumerate(wanted):
+            _tell(f"case {number + 1} of {len(wanted)}")
             restarts += _run_case(report, started, kind, build, name, dtypes, loss_timeout_s, times)
             if restarts == _MOST_RESTARTS and number + 1 < len(wanted):
                 rest = f"{len(wanted) - number - 1} cases, from {wanted[number + 1]!r} on"
                 report.findings.append(Finding("not run", f"{rest}: mend what is above first"))
                 break
+    _tell("")
     if cases is None and not report.passed and not report.findings:
         why = next(iter(report.refused.values()), "there are none")
         report.findings.append(Finding("all cases", f"every single one was refused: {why}"))
     return report
+
+
+def _tell(progress: str) -> None:
+    """On a terminal, in the place of what was told before."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{progress}", end="", file=sys.stderr, flush=True)
 
 
 def ranks_on(device: str, num_ranks: int) -> Ranks:
