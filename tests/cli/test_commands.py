@@ -1,5 +1,6 @@
 """Every command of the table has help, and is run once: one that nobody runs may not work for months."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from tests.bench.test_report import MADE_UP
 from tests.trace_files import write
 from vllm_moe_modular.cli.main import SUBCOMMANDS, main
 
+ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).parents[1] / "selection" / "configs" / "qwen3_30b_a3b.json"
 
 
@@ -78,3 +80,44 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 141)
     assert done.stderr == ""
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = sys.modules["triton"] = None  # an import of them fails
+from vllm_moe_modular.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("torch", ["demo"]),
+        ("torch", ["checkpoint", "qwen3_moe", "tiny"]),
+        ("torch", ["conformance", "torch"]),
+        ("torch", ["bench", "all-to-all"]),
+        ("triton", ["tune", "--model", str(CONFIG), "--rows", "512", "--dry-run"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_a_module_that_is_not_installed_is_one_line_and_status_2(
+    module: str, arguments: list[str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"vllm-moe-modular {arguments[0]} needs the module {module}, which is not installed here;" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "are in" not in done.stdout  # of the demo, a folder that is kept
+
+
+@pytest.mark.parametrize("name", ["vllm_moe_modular.nowhere", "vllm_moe_modular"])
+def test_a_module_of_ours_that_is_missing_is_a_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: object) -> int:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("vllm_moe_modular.cli.explain.run", run)
+    with pytest.raises(ModuleNotFoundError):
+        main(["explain", str(CONFIG), "--gpu", "cpu"])

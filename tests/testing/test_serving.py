@@ -40,6 +40,15 @@ def alive(pid: int) -> bool:
     return process is not None and not process.zombie  # whoever adopted an orphan may be slow to reap it
 
 
+def test_the_shell_command_has_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    python = interpreter(tmp_path, 'echo "$VLLM_CPU_KVCACHE_SPACE:$A:$TRITON_INTERPRET:$4"')
+    command = Server("my model", python=python, env={"A": "two words"}).shell_command
+    assert command.startswith("env -u TRITON_INTERPRET VLLM_CPU_KVCACHE_SPACE=1 ")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "1:two words::my model\n"
+
+
 def test_early_exit_is_noticed_and_shows_the_log(tmp_path: Path) -> None:
     python = interpreter(tmp_path, "echo the reason is here; exit 7")
     began = time.monotonic()

@@ -45,7 +45,8 @@ def run(options: argparse.Namespace) -> int:
     dtype = "bfloat16" if options.quantization else "float32"
     weights = f"{options.quantization} and bfloat16" if options.quantization else dtype
     print(f"{out}: {options.family}, {_size_mb(out):.1f} MB, {weights}")
-    print(f"serve it: vllm serve {shlex.quote(str(out))} --dtype {dtype}")
+    print(f"serve it: VLLM_MOE_MODULAR=1 vllm serve {shlex.quote(str(out))} --dtype {dtype}")
+    print("on a CPU put VLLM_CPU_KVCACHE_SPACE=1 in front: GiB of KV cache, else it takes most of the memory")
     if options.twin:
         twin = dequantise(out, options.twin, force=options.force)
         print(f"{twin}: the same weights unquantised, {_size_mb(twin):.1f} MB, float32")

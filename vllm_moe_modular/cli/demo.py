@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     print("\n" + "\n".join(table(facts)))
     tokens = sum(a == b for x, y in zip(served, expected, strict=True) for a, b in zip(x, y, strict=True))
     print(f"\n{sum(same)} of {len(same)} prompts and {tokens} of {PROMPTS * MAX_TOKENS} tokens match Hugging Face")
-    print(f"{time.monotonic() - began:.0f} s in all")
+    print(f"{time.monotonic() - began:.0f} s in all, after set-up")
     if objection := row_count_objection(facts, prompts):
         print(f"do not rely on the row counts: {objection}")
     if len(facts.ranks) != RANKS:
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _workspace(keep: Path | None) -> Iterator[Path]:
-    """`keep`, refused if it holds anything, or a folder that is deleted; after an error it stays and is named."""
+    """`keep`, refused if it holds anything, or a folder that is deleted; it stays and is named if a run fails."""
     if keep is not None:
         if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
             raise MoEModularError(f"--keep {keep} exists and is not an empty folder; name a new one")
@@ -72,12 +72,12 @@ def _workspace(keep: Path | None) -> Iterator[Path]:
     folder = keep or Path(tempfile.mkdtemp(prefix="moe-modular-demo-"))
     try:
         yield folder
-    except Exception:
-        print(f"the checkpoint, the log and the reports are in {folder}")
-        raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ModuleNotFoundError):
         if keep is None:
             shutil.rmtree(folder)
+        raise
+    except Exception:
+        print(f"the checkpoint, the log and the reports are in {folder}")
         raise
     if keep is None:
         shutil.rmtree(folder)
@@ -103,11 +103,11 @@ def _serve(checkpoint: Path, prompts: list[list[int]], folder: Path) -> tuple[li
     from vllm_moe_modular.testing.serving import Server
 
     traces, log = folder / "trace", folder / "server.log"
-    command = f"VLLM_MOE_MODULAR=1 vllm serve {checkpoint} {' '.join(SERVE_ARGS)}"
-    print(f"starting a server (30 to 60 s on two cores): {command}", flush=True)
     env = {"VLLM_MOE_MODULAR": "1", "VLLM_MOE_MODULAR_TRACE": str(traces)}
     progress = lambda line: print(f"  {line}", flush=True)  # noqa: E731
-    with Server(checkpoint, *SERVE_ARGS, env=env, log_path=log, progress=progress) as server:
+    server = Server(checkpoint, *SERVE_ARGS, env=env, log_path=log, progress=progress)
+    print(f"starting a server (30 to 60 s on two cores):\n  {server.shell_command}", flush=True)
+    with server:
         print(f"ready after {server.ready_s:.0f} s; sending {len(prompts)} prompts at once", flush=True)
         tokens = server.complete(prompts, MAX_TOKENS)
         time.sleep(REPORT_DELAY_S)

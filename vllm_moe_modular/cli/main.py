@@ -1,7 +1,8 @@
 """`vllm-moe-modular`: one parser, and one line below for each subcommand.
 
 A subcommand is a module with two functions: `add_arguments(parser)`, which imports nothing heavy, and `run(options)`,
-which returns the exit status. Errors that this package raises on purpose are one message on stderr and status 2.
+which returns the exit status. Errors that this package raises on purpose are one message on stderr and status 2, and so
+is a module of somebody else that is not installed.
 """
 
 import argparse
@@ -44,20 +45,30 @@ SUBCOMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses `argv` (default: the command line), runs the subcommand and returns its exit status; without one 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(arguments)
-    if not arguments:
-        parser.print_help(sys.stderr)
-        return 2
-    options = parser.parse_args(arguments)
     try:
+        parser = _parser(arguments)
+        if not arguments:
+            parser.print_help(sys.stderr)
+            return 2
+        options = parser.parse_args(arguments)
         status = int(importlib.import_module(options.module).run(options))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever reads has seen enough; nothing may be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "vllm_moe_modular"):  # a bug of ours
+            raise
+        print(
+            f"{PROGRAM} {arguments[0]} needs the module {missing}, which is not installed here; "
+            "`./dev setup` in a clone of the repository makes an environment with everything",
+            file=sys.stderr,
+        )
+        return 2
     except MoEModularError as error:
-        print(f"{PROGRAM} {options.subcommand}: {error}", file=sys.stderr)
+        print(f"{PROGRAM} {arguments[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

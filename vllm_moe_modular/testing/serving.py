@@ -9,6 +9,7 @@ Standard library only, so that one test process can drive the server of another 
 import json
 import os
 import random
+import shlex
 import socket
 import subprocess
 import sys
@@ -76,7 +77,8 @@ class Server:
         launch = (str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model))
         self.command = [*launch, *DEFAULT_ARGS, *address, *args]
         self._mark = uuid.uuid4().hex
-        wanted = {**os.environ, **cpu_environment(python), **(env or {}), MARKER: self._mark}
+        self._variables = {**cpu_environment(python), **(env or {})}
+        wanted = {**os.environ, **self._variables, MARKER: self._mark}
         self.environment = {name: value for name, value in wanted.items() if value is not None}
         self._process: subprocess.Popen[bytes] | None = None
         self._family: set[Process] = set()
@@ -105,6 +107,13 @@ class Server:
         self.stop()
         if self._delete_log and error is None:
             self.log_path.unlink(missing_ok=True)
+
+    @property
+    def shell_command(self) -> str:
+        """The command with the variables that are set for it, as one line for a shell."""
+        removed = [f"-u {name}" for name, value in self._variables.items() if value is None and name in os.environ]
+        given = [f"{name}={shlex.quote(value)}" for name, value in self._variables.items() if value is not None]
+        return " ".join([*(["env", *removed] if removed else []), *given, shlex.join(self.command)])
 
     @property
     def pid(self) -> int:
