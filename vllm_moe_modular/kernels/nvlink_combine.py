@@ -22,6 +22,7 @@ partials may be overwritten: `nvlink_memory`.
 Shapes: T tokens of this rank, N tokens of the fullest rank, W ranks, K top-k, H hidden, P programs.
 Cost:   per link and direction at most N * H * itemsize bytes; memory: W * N * H read and written for the way, W * T * H
         read and T * H written for the sum (the rows that just arrived come from L2).
+Reference: the formula in torch, `check_combined` in tests/kernels/test_nvlink_kernels.py.
 """
 
 from dataclasses import dataclass

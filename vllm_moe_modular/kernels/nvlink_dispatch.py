@@ -25,6 +25,7 @@ Why the peers' buffers may be overwritten: `nvlink_memory`.
 Shapes: T tokens of this rank, N tokens of the fullest rank, W ranks, K top-k, H hidden, G global experts, P programs.
 Cost:   per link and direction at most N * (H * itemsize + 8 * K) bytes, nearly all of it rows (in fp8 an itemsize of
         1 + 4 / 128); memory: T * H read, R * H written.
+Reference: the formula in torch, `check_dispatched` in tests/kernels/test_nvlink_kernels.py.
 """
 
 from dataclasses import dataclass

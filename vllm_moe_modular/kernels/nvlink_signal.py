@@ -16,6 +16,8 @@ after it has read it: `set_counter`.
 
 A wait ends when the flag has come far enough, when `timeout_ns` have passed, or when another wait of this process was
 given up before. Whoever gives up first leaves a note for the host; the clock is read once in `POLLS_PER_LOOK` polls.
+
+Reference: the model of both kernels' flags in tests/kernels/test_nvlink_protocol.py.
 """
 
 import triton

@@ -5,6 +5,8 @@
 The matrix unit sums fp8 products in fewer bits than float32 has; adding in float32 every 128 keeps that to one step.
 It takes 64 rows at least on its first side. Fewer rows than that stand on the second, which takes 16: the accumulator
 is then columns by rows, `scaled_accumulator` makes it so and `by_rows` turns it.
+
+Reference: those of the kernels that it is part of, `grouped_gemm_gated_fp8` and `grouped_gemm_down_fp8`.
 """
 
 import triton
