@@ -275,5 +275,6 @@ def _left_message(why: str, left: dict[str, str]) -> str:
     reasons = "\n".join(f"  {len(names)} layers ({names[0]} ...): {reason}" for reason, names in by_reason.items())
     return (
         f"{why}, and these MoE layers would stay with vLLM:\n{reasons}\n"
-        "name parts that fit, or leave the choice to auto without VLLM_MOE_MODULAR_STRICT"
+        "name parts that fit, or leave the choice to auto without VLLM_MOE_MODULAR_STRICT; without a server "
+        "'vllm-moe-modular explain MODEL' with --dp, --tp and --gpu tells the same"
     )
