@@ -44,6 +44,12 @@ def test_read_a_trace(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.experts: busiest is rank0 expert 0" in printed
 
 
+def test_add_a_part() -> None:
+    printed = run("4_add_a_part.py")
+    assert "chosen  my_experts              an example" in printed
+    assert "LocalPrepareAndFinalize + MyExperts: [16, 64]" in printed
+
+
 def test_no_run_is_missing() -> None:
     tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert {script.stem[2:] for script in SCRIPTS} <= tests
