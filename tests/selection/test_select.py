@@ -11,7 +11,7 @@ import pytest
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import NoUsablePartError
 from vllm_moe_modular.selection.builtin import builtin_registry
-from vllm_moe_modular.selection.problem import Device, Problem
+from vllm_moe_modular.selection.problem import LAID_OUT, Device, Problem
 from vllm_moe_modular.selection.registry import Part, PartKind, Registry
 from vllm_moe_modular.selection.select import select
 
@@ -45,10 +45,14 @@ def test_a_named_all_to_all_is_used_where_auto_would_not() -> None:
     assert chosen(TP2_EP, all2all="allgather") == "allgather + torch"
 
 
-def test_auto_leaves_a_single_process_on_cpu_to_vllm_and_says_why() -> None:
-    selection = select(builtin_registry(), SINGLE, LAPTOP)
+@pytest.mark.parametrize("missing", ["", LAID_OUT], ids=["before the weights are processed", "after"])
+def test_auto_leaves_a_single_process_on_cpu_to_vllm_and_says_why(missing: str) -> None:
+    """And what would run by name; each reason is said of the parts that it is about."""
+    selection = select(builtin_registry(), replace(SINGLE, weights_missing=missing), LAPTOP)
     assert selection.choice is None
-    assert "vLLM's own CPU kernel is faster" in selection.why_not
+    assert selection.why_not.startswith("by name local + torch would run | ")
+    assert " | torch: without expert parallelism vLLM's own CPU kernel is faster; name the part" in selection.why_not
+    assert ", triton_batched, deep_gemm_batched: runs on cuda, this device is cpu | " in selection.why_not
 
 
 def test_named_parts_run_a_single_process_on_cpu() -> None:

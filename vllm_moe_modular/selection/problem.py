@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+LAID_OUT = "vLLM has laid out the weights for its own kernel; name the experts that are to read them"
+"""In `Problem.weights_missing`: why `auto` cannot take other experts any more, and who names them can."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:

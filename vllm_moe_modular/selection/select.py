@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from vllm_moe_modular.errors import NoUsablePartError
-from vllm_moe_modular.selection.problem import Device, Problem
+from vllm_moe_modular.selection.problem import LAID_OUT, Device, Problem
 from vllm_moe_modular.selection.registry import Part, PartKind, Registry
 
 AUTO = "auto"
@@ -137,8 +137,7 @@ class Selection:
         if self.choice is not None and verdict.part in self.choice.parts:
             return "chosen"
         if verdict.objections:
-            between = verdict.part.cannot_be_captured  # which naming the part does away with
-            return "by name" if between and all(why.startswith(between) for why in verdict.objections) else "no"
+            return "by name" if all(_is_done_away_with(why, verdict.part) for why in verdict.objections) else "no"
         return "usable" if verdict.usable(self.asked_for[verdict.part.kind]) else "by name"
 
     def _pairs_that_do_not_fit(self) -> list[str]:
@@ -273,6 +272,12 @@ def _small_objection(all2all: Part, experts: Part, verdicts: _Verdicts) -> str |
         f"no experts take the {small.part.activation_format.value} rows of {small.part.name} and read the weights in "
         f"{layout} layout, as {experts.name} does ({', '.join(why) or 'none take such rows'})"
     )
+
+
+def _is_done_away_with(objection: str, part: Part) -> bool:
+    """By naming the part: MoE layers then run between CUDA graphs, and vLLM leaves the weights as they are."""
+    between = part.cannot_be_captured
+    return objection == LAID_OUT or bool(between and objection.startswith(between))
 
 
 def _asked(verdict: Verdict, name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
-from vllm_moe_modular.selection.problem import Problem
+from vllm_moe_modular.selection.problem import LAID_OUT, Problem
 
 _PROCESSED = "_moe_modular_weights_processed"  # kept with a layer
 
@@ -103,7 +103,7 @@ class MoELayer(ABC):
     def weights_missing(self) -> str:
         """Why the weights cannot be read off the layer as a checkpoint stores them; empty: they can."""
         if getattr(self.module, _PROCESSED, False):
-            return "vLLM has laid out the weights for its own kernel; name the experts that are to read them"
+            return LAID_OUT
         for attribute in ("w13_weight", "w2_weight"):
             weight = getattr(self.module, attribute, None)
             if not isinstance(weight, torch.Tensor) or weight.ndim != 3:
