@@ -97,9 +97,10 @@ def experts(values: torch.Tensor, scales: torch.Tensor | None, rank: int) -> tor
     return x * (rank + 1.5)
 
 
-def make_slots(W: int, shape: NvlinkShape) -> list[NvlinkSlot]:
+def make_slots(W: int, shape: NvlinkShape, device: torch.device = CUDA) -> list[NvlinkSlot]:
     """One for each rank, its peers the buffers of the others."""
-    buffers = torch.zeros(W, shape.slot_bytes, dtype=torch.uint8, device=CUDA)
+    # In one allocation, so that the distances are multiples of the unit.
+    buffers = torch.zeros(W, shape.slot_bytes, dtype=torch.uint8, device=device)
     slots = []
     for rank in range(W):
         far = [(b.data_ptr() - buffers[rank].data_ptr()) // PEER_UNIT_BYTES for b in buffers]
@@ -108,9 +109,9 @@ def make_slots(W: int, shape: NvlinkShape) -> list[NvlinkSlot]:
                 shape,
                 buffers[rank],
                 rank=rank,
-                peers=torch.tensor(far, dtype=torch.int64, device=CUDA),
-                failure=torch.zeros(1, dtype=torch.int32, device=CUDA),
-                host_failure=torch.zeros(1, dtype=torch.int64, pin_memory=True),
+                peers=torch.tensor(far, dtype=torch.int64, device=device),
+                failure=torch.zeros(1, dtype=torch.int32, device=device),
+                host_failure=torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda"),
             )
         )
     return slots

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from benchmarks.nvlink_stress import stress
+from benchmarks.nvlink_stress import make_slots, stress
 from tests.kernels.common import DEVICE, DTYPES, poisoned, randn
 from vllm_moe_modular.kernels import nvlink_combine, nvlink_dispatch, nvlink_memory
-from vllm_moe_modular.kernels.nvlink_memory import MAX_PROGRAMS, PEER_UNIT_BYTES, NvlinkShape, NvlinkSlot, make_slot
+from vllm_moe_modular.kernels.nvlink_memory import MAX_PROGRAMS, NvlinkShape, NvlinkSlot
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
 
@@ -44,26 +44,14 @@ def make_ranks(
     shape = NvlinkShape(
         ranks=W, capacity_tokens=capacity, top_k=K, hidden=hidden, dtype=dtype, fp8_rows=fp8_rows
     )  # fmt: skip
-    # In one allocation, so that the distances are multiples of the unit.
-    buffers = torch.zeros(W, shape.slot_bytes, dtype=torch.uint8, device=DEVICE)
-    slots = []
-    for rank in range(W):
-        far = [(b.data_ptr() - buffers[rank].data_ptr()) // PEER_UNIT_BYTES for b in buffers]
-        slot = make_slot(
-            shape,
-            buffers[rank],
-            rank=rank,
-            peers=torch.tensor(far, dtype=torch.int64, device=DEVICE),
-            failure=torch.zeros(1, dtype=torch.int32, device=DEVICE),
-            host_failure=torch.zeros(1, dtype=torch.int64, device=DEVICE),
-        )
+    slots = make_slots(W, shape, DEVICE)
+    for slot in slots:
         slot.rows.view(torch.uint8).fill_(0xFF)  # NaN, of whatever dtype
         if slot.row_scales is not None:
             slot.row_scales.fill_(float("nan"))
         slot.partials.fill_(float("nan"))
         slot.row_ids.fill_(2**30)
         slot.row_weights.fill_(float("nan"))
-        slots.append(slot)
     return slots
 
 

@@ -1,4 +1,4 @@
-"""Experts `triton_or_deep_gemm`: for each call whichever of the two was faster for such a call, by measurement.
+"""Experts `triton_or_deep_gemm`: in fp8 for each call whichever of the two was faster for such a call; else triton.
 
 Letters: R rows, K top-k, H hidden.
 """

@@ -4,8 +4,8 @@ One JSON file for each GPU model, made by `vllm-moe-modular tune`; those of this
 file. What has no table, or a shape that a table has not, is decided by `choose_tiles` alone, without a word.
 
     {"gpu": "NVIDIA H200", "made_with": {"triton": "3.6.0", ...}, "shapes": [
-        {"weights": "bfloat16", "E": 128, "K": 8, "H": 2048, "F": 768, "cells": [
-            {"rows": 512, "grouped_gemm_us": 311.9, "untuned_us": 316.0, "deep_gemm_us": 389.4, "tiles": {
+        {"weights": "fp8 128x128", "E": 128, "K": 8, "H": 2048, "F": 768, "cells": [
+            {"rows": 512, "grouped_gemm_us": 185.25, "untuned_us": 185.25, "deep_gemm_us": 227.33, "tiles": {
                 "block_rows": 64, "gather_first": false, "gated": {"block_columns": 128, ...}, "down": {...}}}]}]}
 
 Letters: R rows, K top-k, H hidden, F expert intermediate, E local experts.
@@ -71,7 +71,7 @@ class TunedCell:
         grouped_gemm_us: with these tiles.
         untuned_us: with those of `choose_tiles`.
         small_batch_us: slot by slot; None: not tried.
-        deep_gemm_us: on DeepGEMM; None: not tried.
+        deep_gemm_us: on DeepGEMM, in fp8; None: not tried.
     """
 
     rows: int
