@@ -3,7 +3,8 @@
     python -m benchmarks.nvlink_stress [--steps 100000] [--ranks 2 3] [--fp8] [--seed N]
 
 The kernels of the ranks run at the same time and wait for each other, as on GPUs of their own; one process holds all
-buffers, so that it also runs under a memory checker: compute-sanitizer python -m benchmarks.nvlink_stress --steps 300.
+buffers. A memory checker wants each rank in a process of its own, because it runs one kernel of a process at a time:
+compute-sanitizer python -m benchmarks.deepep_smoke --ranks 2 --parts nvlink --checks "200 random steps".
 
 Steps have random sizes, ids and delays; one in four puts a second call into flight, finalized first. Whatever no peer
 may be writing is poisoned before each step, and what the experts were given once they have read it.
@@ -15,13 +16,19 @@ import argparse
 import os
 import random
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from vllm_moe_modular.kernels import nvlink_combine, nvlink_dispatch
 from vllm_moe_modular.kernels.nvlink_dispatch import HOME_SHIFT
 from vllm_moe_modular.kernels.nvlink_memory import (
+    MAX_PROGRAMS,
     PEER_UNIT_BYTES,
     NvlinkShape,
     NvlinkSlot,
@@ -32,6 +39,7 @@ from vllm_moe_modular.reference.quantize_fp8 import dequantize_fp8, quantize_fp8
 
 H, K, G, CAPACITY = 1024, 8, 48, 512
 TIMEOUT_NS = 20 * 10**9
+RESERVED = {1 << 28: 1, 1 << 19: 64}  # bytes: how many, of each stream's memory
 CUDA = torch.device("cuda")
 SIZES = (1, 4, 16, 64, 64, 200, CAPACITY)
 CHECK_EVERY = 500
@@ -195,6 +203,38 @@ def give_slots(ranks: list[Rank], shape: NvlinkShape) -> None:
     torch.cuda.synchronize()
 
 
+def reserve_memory(ranks: list[Rank]) -> int:
+    """Take what temporaries of each stream may need: to ask the driver for more waits for the kernels that run.
+
+    Returns:
+        How often torch has asked so far.
+    """
+    for rank in ranks:
+        with torch.cuda.stream(rank.stream):
+            sizes = [size for size, n in RESERVED.items() for _ in range(n)]
+            _ = [torch.empty(size, dtype=torch.uint8, device=CUDA) for size in sizes]
+    return asked_the_driver()
+
+
+def asked_the_driver() -> int:
+    return int(torch.cuda.memory_stats()["num_device_alloc"])  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def room_for(W: int) -> Iterator[None]:
+    """Few enough programs that with all ranks but one waiting, the one still finds multiprocessors without any: those
+    with programs that wait take none of a kernel that divides the memory on the chip otherwise."""
+
+    def with_room(choose: Callable[[int, int], Any], N: int, row_bytes: int) -> Any:
+        tile = choose(N, row_bytes)
+        return replace(tile, programs=min(tile.programs, MAX_PROGRAMS // (W - 1)))
+
+    with ExitStack() as stack:
+        for kernel in (nvlink_dispatch, nvlink_combine):
+            stack.enter_context(patch.object(kernel, "choose_tile", partial(with_room, kernel.choose_tile)))
+        yield
+
+
 def load_kernels(ranks: list[Rank], shape: NvlinkShape, drawn: list[Drawn]) -> None:
     """Run every kernel once, in slots that waited in vain before and wait no more: while one waits, none is loaded."""
     give_slots(ranks, shape)
@@ -225,6 +265,7 @@ def stress(W: int, steps: int, seed: int, *, fp8: bool) -> None:
     }  # fmt: skip
     load_kernels(ranks, shape, pool["uniform"])
     give_slots(ranks, shape)
+    asked = reserve_memory(ranks)
     rng = random.Random(seed)
 
     def random_call() -> Call:
@@ -249,8 +290,11 @@ def stress(W: int, steps: int, seed: int, *, fp8: bool) -> None:
                 if any(lost) or int(rank.wrong):
                     raise RuntimeError(
                         f"rank {rank.rank} of {W}, within {done} steps, seed {seed}: {int(rank.wrong)} elements are "
-                        f"wrong; waits given up: {[failure for failure in lost if failure]}"
+                        f"wrong; waits given up: {[failure for failure in lost if failure]}; meanwhile torch asked the "
+                        f"driver for memory {asked_the_driver() - asked} times"
                     )
+    if asked_the_driver() != asked:
+        raise RuntimeError("torch asked the driver for memory meanwhile, which waits for kernels: raise RESERVED")
     rows = "fp8 rows" if fp8 else "rows as they are"
     print(f"{W} ranks, {rows}: {done} steps right, seed {seed}, {time.monotonic() - began:.0f} s", flush=True)
 
@@ -264,7 +308,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**9))
     args = parser.parse_args()
     for W in args.ranks:
-        stress(W, args.steps, args.seed, fp8=args.fp8)
+        with room_for(W):
+            stress(W, args.steps, args.seed, fp8=args.fp8)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@
 #   tokens   tiny checkpoints served with and without the plugin          5 minutes
 #   speed    tokens per second with and without the plugin                3 minutes
 #   kit      the conformance kit on every part, ranks sharing the GPU     4 minutes
-#   stress   100,000 random steps of nvlink's kernels, all ranks in one   minutes; 200 more under compute-sanitizer
-#            process
+#   stress   100,000 random steps of nvlink's kernels, all ranks in one   6 minutes
+#            process; 200 more under compute-sanitizer
 #   all2all  nvlink and DeepEP on two ranks that share the GPU            2 minutes
 #   ranks    tiny checkpoints served over two ranks that share the GPU    2 minutes for a model; an NCCL from 2.30 on in NCCL
 #
@@ -74,7 +74,8 @@ for part in "$@"; do
         stress="python -m benchmarks.nvlink_stress"
         run 120 $stress --steps 50000 --ranks 2 && run 60 $stress --steps 25000 --ranks 3 &&
             run 60 $stress --steps 25000 --ranks 2 --fp8 &&
-            run 120 compute-sanitizer --error-exitcode 7 $stress --steps 200 --ranks 2
+            run 200 compute-sanitizer --target-processes all --error-exitcode 7 python -m benchmarks.deepep_smoke \
+                --ranks 2 --parts nvlink --checks "200 random steps" --timeout 180
         ;;
     all2all) run 240 python -m benchmarks.deepep_smoke --ranks 2 --timeout 40 --log "$out/all2all.errors" ;;
     ranks)
