@@ -38,11 +38,11 @@ LAYOUT = {
     },
     "awq": {
         f"{EXPERT}gate_proj.qweight": (torch.int32, (H, F // 8)),
-        f"{EXPERT}gate_proj.qzeros": (torch.int32, (H // 128, F // 8)),
-        f"{EXPERT}gate_proj.scales": (torch.float16, (H // 128, F)),
+        f"{EXPERT}gate_proj.qzeros": (torch.int32, (H // 64, F // 8)),
+        f"{EXPERT}gate_proj.scales": (torch.float16, (H // 64, F)),
         f"{EXPERT}down_proj.qweight": (torch.int32, (F, H // 8)),
-        f"{EXPERT}down_proj.qzeros": (torch.int32, (F // 128, H // 8)),
-        f"{EXPERT}down_proj.scales": (torch.float16, (F // 128, H)),
+        f"{EXPERT}down_proj.qzeros": (torch.int32, (F // 64, H // 8)),
+        f"{EXPERT}down_proj.scales": (torch.float16, (F // 64, H)),
     },
     "mxfp4": {
         f"{SHARED}gate_up_proj_blocks": (torch.uint8, (E, 2 * F, H // 32, 16)),
@@ -57,7 +57,7 @@ CONFIG = {
     "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     "fp8_tensor": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "fp8_channel": {"quant_method": "compressed-tensors", "format": "float-quantized"},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
     "mxfp4": {"quant_method": "mxfp4"},
 }
 # The largest error of a weight, as a part of the largest of its tensor. fp8: half of the last of 4 significant bits;
@@ -140,9 +140,9 @@ def by_hand(kind: str, made: dict[str, "torch.Tensor"], row: int, column: int) -
         shift = 4 * [0, 4, 1, 5, 2, 6, 3, 7][row % 8]  # where output `row` of 8 lies
         code, zero = (
             int(made[stem + part][index, row // 8]) >> shift & 15
-            for part, index in (("qweight", column), ("qzeros", column // 128))
+            for part, index in (("qweight", column), ("qzeros", column // 64))
         )
-        return (code - zero) * float(made[f"{stem}scales"][column // 128, row])
+        return (code - zero) * float(made[f"{stem}scales"][column // 64, row])
     byte = int(made[f"{SHARED}down_proj_blocks"][3, row, column // 32, column % 32 // 2])
     code = byte >> 4 if column % 2 else byte & 15
     magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][code & 7]
@@ -155,7 +155,7 @@ def test_twin_is_what_the_format_defines(checkpoint: Path, twin: Path) -> None:
     whole = weights(twin)
     down = whole[f"{SHARED}down_proj"][3].t() if kind == "mxfp4" else whole[f"{EXPERT}down_proj.weight"]
     assert down.shape == (H, F)
-    places = [(row, column) for row in (*range(9), 127, 128, 255) for column in (*range(9), 31, 32, 127)]
+    places = [(row, column) for row in (*range(9), 127, 128, 255) for column in (*range(9), 31, 32, 63, 64, 127)]
     assert [float(down[place]) for place in places] == [by_hand(kind, made, *place) for place in places]
 
 
@@ -204,9 +204,15 @@ def test_every_family_but_gpt_oss_has_quantised_experts_only(family: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("intermediate", "group"), [pytest.param(192, 64, id="not a multiple of 128"), pytest.param(96, 32, id="nor of 64")]
+    ("intermediate", "group"),
+    [
+        pytest.param(256, 128, id="two of the largest"),
+        pytest.param(192, 64, id="not a multiple of 128"),
+        pytest.param(128, 64, id="only one of 128"),
+        pytest.param(64, 32, id="only one of 64"),
+    ],
 )
-def test_awq_group_fits_both_matrices(intermediate: int, group: int, tmp_path: Path) -> None:
+def test_both_matrices_have_two_awq_groups_or_more(intermediate: int, group: int, tmp_path: Path) -> None:
     folder = make_checkpoint("olmoe", tmp_path / "made", quantization="awq", intermediate=intermediate, layers=1)
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["group_size"] == group
     scales = weights(folder)["model.layers.0.mlp.experts.0.down_proj.scales"]

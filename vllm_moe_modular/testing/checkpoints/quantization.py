@@ -33,8 +33,12 @@ class Quantization:
 
 
 def awq_group(sizes: Sizes) -> int:
-    """The largest group, in input elements, that both matrices of an expert take."""
-    return next(group for group in AWQ_GROUPS if sizes.hidden % group == 0 and sizes.intermediate % group == 0)
+    """The largest group, in input elements, of which both matrices of an expert have two or more.
+
+    vLLM 0.26 orders the scales of both matrices as those of one group where `intermediate` is a group.
+    """
+    inputs = (sizes.hidden, sizes.intermediate)
+    return next(group for group in AWQ_GROUPS if all(size % group == 0 and size > group for size in inputs))
 
 
 def _fp8_block(_sizes: Sizes, ignored: Sequence[str]) -> dict[str, object]:
@@ -77,7 +81,7 @@ QUANTIZATIONS: Mapping[str, Quantization] = {
     "fp8_block": Quantization(_fp8_block, hidden=FP8_BLOCK, intermediate=FP8_BLOCK),
     "fp8_tensor": Quantization(_fp8_tensor),
     "fp8_channel": Quantization(_fp8_channel),
-    "awq": Quantization(_awq, hidden=AWQ_HIDDEN, intermediate=AWQ_GROUPS[-1]),
+    "awq": Quantization(_awq, hidden=AWQ_HIDDEN, intermediate=2 * AWQ_GROUPS[-1]),
     "mxfp4": Quantization(_mxfp4, hidden=MXFP4_BLOCK, intermediate=MXFP4_BLOCK, families=("gpt_oss",)),
 }
 
