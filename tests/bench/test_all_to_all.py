@@ -92,6 +92,8 @@ def test_what_is_known_before_anything_runs() -> None:
     assert why_not("torch", CASE, GRAPHS, gpu) == cannot
     assert not why_not("torch", CASE, EAGER, gpu)
     assert not why_not("allgather", CASE, GRAPHS, gpu)
+    assert "over gloo" in why_not("allgather", CASE, GRAPHS, replace(gpu, shared_gpu=True))
+    assert not why_not("allgather", CASE, EAGER, replace(gpu, shared_gpu=True))
     for peer in ("deepep_high_throughput", "deep_ep.high_throughput"):
         assert why_not(peer, CASE, GRAPHS, gpu).endswith(cannot)
         assert "3 ranks share the experts" in why_not(peer, CASE, EAGER, replace(gpu, ranks=3))

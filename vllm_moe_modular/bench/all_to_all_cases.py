@@ -96,4 +96,6 @@ def why_not(peer: str, case: Case, mode: str, plan: Plan) -> str:
     reasons += part.objections(problem, plan.device)
     if mode == GRAPHS and part.cannot_be_captured:
         reasons.append(part.cannot_be_captured)
+    if mode == GRAPHS and plan.shared_gpu and name == "allgather":
+        reasons.append("cannot be captured in a CUDA graph over gloo, which ranks that share a GPU send through")
     return "; ".join(reasons)
