@@ -198,7 +198,7 @@ def hugging_face(checkpoint: Path, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def measure_speed(
-    plan: Plan, folder: Path, *, quantization: str, rounds: int, profile: bool
+    plan: Plan, folder: Path, *, quantization: str, kv_gib: int, rounds: int, profile: bool
 ) -> Iterator[dict[str, object]]:
     """Tokens per second, of each rank, in turns."""
     model = folder / "model"
@@ -210,15 +210,15 @@ def measure_speed(
         "max_model_len": 2048, "max_num_batched_tokens": 8192, "max_num_seqs": 256,
         "gpu_memory_utilization": 0.84 / (1 + len(plan.variants())),
         "enable_prefix_caching": False, "attention_backend": "TRITON_ATTN",
-    } | plan.extra  # fmt: skip
+    } | ({"kv_cache_memory_bytes": kv_gib << 30} if kv_gib else {}) | plan.extra  # fmt: skip
     with ExitStack() as stack:
         engines = []
         for name, settings in ({"off": OFF} | plan.variants()).items():
-            # One after the other: while memory is being profiled, nobody else may take any.
             log = folder / f"speed-{name.replace(' ', '-')}.log"
             engines.append(start(name, settings, arguments, log, ranks=plan.ranks))
             stack.callback(engines[-1].stop)
-            engines[-1].ask("kv_cache_blocks")
+            if not kv_gib:  # while one profiles the memory, nobody else may take any
+                engines[-1].ask("kv_cache_blocks")
         for engine in engines:
             yield {"engine": engine.name, "methods": engine.ask("methods"), "blocks": engine.ask("kv_cache_blocks")}
         for load in LOADS if plan.ranks == 1 else RANK_LOADS:
@@ -253,6 +253,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--all2all", nargs="+", default=["nvlink", "allgather"], help="with several ranks")
     parser.add_argument("--quantization", choices=SPEED_QUANTIZATION, default="", help="of the dummy")
+    parser.add_argument(
+        "--kv-gib", type=int, default=0, help="of each engine's KV cache, so that all start at once; how much "
+        "each would have taken is not compared",
+    )  # fmt: skip
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vLLM's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
@@ -267,7 +271,7 @@ def main() -> None:
     if args.what == "tokens":
         results = check_tokens(args.models, plan, folder)
     else:
-        how = {"quantization": args.quantization, "rounds": args.rounds, "profile": args.profile}
+        how = {"quantization": args.quantization, "kv_gib": args.kv_gib, "rounds": args.rounds, "profile": args.profile}
         results = measure_speed(plan, folder, **how)
     where = machine()
     with args.out.open("a") as f:
