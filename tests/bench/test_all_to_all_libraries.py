@@ -91,12 +91,15 @@ class AllToAll:
     """In place of `pplx_kernels.AllToAll`."""
 
     def dispatch(
-        self, *, out_expert_num_tokens: torch.Tensor, out_expert_x: torch.Tensor, out_expert_x_scale: None,
-        dp_x: torch.Tensor, dp_x_scale: None, indices: torch.Tensor, bound_m: torch.Tensor,
+        self, *, out_expert_num_tokens: torch.Tensor, out_expert_x: torch.Tensor,
+        out_expert_x_scale: torch.Tensor | None, dp_x: torch.Tensor, dp_x_scale: torch.Tensor | None,
+        indices: torch.Tensor, bound_m: torch.Tensor,
     ) -> None:  # fmt: skip
         assert (indices.dtype, bound_m.dtype, bound_m.tolist()) == (torch.uint32, torch.uint32, [len(dp_x)])
-        assert out_expert_x_scale is None
-        assert dp_x_scale is None
+        is_fp8 = dp_x.dtype == torch.float8_e4m3fn
+        assert [out_expert_x_scale is not None, dp_x_scale is not None] == [is_fp8, is_fp8]
+        if out_expert_x_scale is not None and dp_x_scale is not None:
+            into_blocks(dp_x_scale, indices, out_expert_x_scale)
         out_expert_num_tokens.copy_(into_blocks(dp_x, indices, out_expert_x))
 
     def combine(
@@ -129,6 +132,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(libraries.DeepEPLowLatency, BFLOAT16, "expert rows", 2, id="deep_ep.low_latency"),
         pytest.param(libraries.DeepEPLowLatency, FP8, "expert rows", 2, id="deep_ep.low_latency, fp8"),
         pytest.param(libraries.Pplx, BFLOAT16, "expert rows", 2, id="pplx_kernels"),
+        pytest.param(libraries.Pplx, FP8, "expert rows", 2, id="pplx_kernels, fp8"),
     ],
 )
 def test_tokens_come_home_through_experts_that_return_them(
@@ -156,7 +160,7 @@ def test_tokens_come_home_through_experts_that_return_them(
         (libraries.DeepEPHighThroughput, case_of(FP8, H=2304), "it sends 2560 columns"),
         (libraries.DeepEPLowLatency, case_of(H=2176), "it sends 2560 columns"),
         (libraries.DeepEPLowLatency, case_of(K=12, G=16), "top 12 in deepep_low_latency"),
-        (libraries.Pplx, case_of(FP8), "pplx_kernels with rows in fp8"),
+        (libraries.Pplx, case_of(FP8, H=640), "pplx_kernels with rows of 640 columns in fp8"),
         (libraries.Pplx, case_of(H=2044), "it sends 2048 columns"),
         (libraries.Nccl, case_of(FP8), "NCCL by hand with rows in fp8"),
     ],

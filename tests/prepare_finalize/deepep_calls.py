@@ -31,8 +31,6 @@ from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
 TIMEOUT_S = 90.0
 NO_WEIGHTS = ExpertWeights(w13=torch.empty(0), w2=torch.empty(0))
 AUTO, LOW, HIGH = "deepep_auto", "deepep_low_latency", "deepep_high_throughput"
-FILLING = ("pplx",)
-"""What sends a row with a weight of 0 for a slot without an expert."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,6 @@ class Bench:
         else:
             self.kernel = self._kernel(self._part(name))
         self.part = self.kernel.prepare_finalize
-        self.fills = name in FILLING
 
     def context(self, *, activation: Activation | None = None) -> BuildContext:
         return BuildContext(
@@ -181,7 +178,7 @@ class Bench:
         assert not missing.any(), (
             f"{int(missing.sum())} of {int(sent_here.sum())} rows did not arrive as they were sent"
         )
-        assert self.fills or not more.any(), f"{int(more.sum())} rows arrived that nobody sent here"
+        assert self.part.fills_empty_slots or not more.any(), f"{int(more.sum())} rows arrived that nobody sent here"
 
 
 def _registered(kind: PartKind, name: str) -> Any:

@@ -1,24 +1,28 @@
 """What `pplx` decides without pplx-kernels: routing in which every slot names an expert of its own."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from vllm_moe_modular.errors import MoEModularError, ShapeError, UnsupportedError
+from vllm_moe_modular.kernels.quantize_fp8 import rows_in_fp8
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.prepare_finalize.pplx import (
     PplxBuffers,
     PplxPrepareAndFinalize,
     PplxShape,
     complete_routing,
+    fp8_scales,
     load_pplx,
     tokens_to_send,
 )
 
-SHAPE = PplxShape(tokens_per_round=4, hidden=16, itemsize=2, experts=8, top_k=2)
+SHAPE = PplxShape(tokens_per_round=4, hidden=16, dtype=torch.bfloat16, experts=8, top_k=2)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +84,14 @@ class Transport:
     """In place of the library's; fails where it is told to."""
 
     fails = ""
+    given: Mapping[str, Any] = MappingProxyType({})
 
-    def dispatch(self, *, out_expert_num_tokens: torch.Tensor, out_expert_x: torch.Tensor, **_: Any) -> None:
+    def dispatch(self, **given: Any) -> None:
         if self.fails == "dispatch":
             raise RuntimeError(self.fails)
-        out_expert_num_tokens.zero_()
-        out_expert_x.zero_()
+        self.given = given
+        given["out_expert_num_tokens"].zero_()
+        given["out_expert_x"].view(torch.uint8).zero_()
 
     def combine(self, **_: Any) -> None:
         if self.fails == "combine":
@@ -96,7 +102,7 @@ def part_over(buffers: PplxBuffers) -> PplxPrepareAndFinalize:
     group: Any = SimpleNamespace(rank=0, size=1)
     placement, cpu = ExpertPlacement.linear(8, 1), torch.device("cpu")
     part = PplxPrepareAndFinalize(
-        group=group, buffers=buffers, placement=placement, hidden=16, dtype=torch.bfloat16, device=cpu
+        group=group, buffers=buffers, placement=placement, hidden=buffers.shape.hidden, dtype=torch.bfloat16, device=cpu
     )
     part._experts.ids = lambda ids, **_: ids.long()  # type: ignore[method-assign]  # a GPU's kernel
     return part
@@ -104,7 +110,7 @@ def part_over(buffers: PplxBuffers) -> PplxPrepareAndFinalize:
 
 def prepared(part: PplxPrepareAndFinalize, *, top_k: int = 2) -> Any:
     ids = torch.arange(top_k).expand(3, top_k)
-    x = torch.zeros(3, 16, dtype=torch.bfloat16)
+    x = torch.randn(3, part._hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
     return part.prepare(x, ids, torch.ones(3, top_k), max_tokens_per_rank=3, router_weight_on_input=False)
 
 
@@ -141,3 +147,27 @@ def test_another_top_k_than_that_of_the_buffers_is_refused() -> None:
     with pytest.raises(ShapeError, match=r"topk_ids_TK: expected shape \[T=3, K=2\], got \[3, 3\]"):
         prepared(part_over(buffers), top_k=3)
     assert buffers.take() == 0
+
+
+@pytest.mark.parametrize(("hidden", "scales"), [(512, 4), (7168, 56), (2880, 0), (256, 0), (640, 0)])
+def test_rows_in_fp8_have_scales_by_16_bytes(hidden: int, scales: int) -> None:
+    assert fp8_scales(hidden) == scales
+    assert replace(SHAPE, hidden=hidden).scales == 0, "rows as they are have none"
+
+
+def test_rows_go_out_in_fp8_and_come_home_as_the_layer_has_them() -> None:
+    transport = Transport()
+    part = part_over(PplxBuffers(replace(SHAPE, hidden=512, dtype=torch.float8_e4m3fn), [transport], rank=0))
+    done = prepared(part)
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    values, scales = rows_in_fp8(x)  # right or not is tested where it is
+    assert torch.equal(transport.given["dp_x"].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(transport.given["dp_x_scale"], scales)
+    assert done.rows.x.dtype == torch.float8_e4m3fn
+    assert done.rows.x.shape == (8, 4, 512)
+    assert (done.rows.x_scale.shape, done.rows.x_scale.dtype) == ((8, 4, 4), torch.float32)
+    y = torch.zeros(8, 4, 512, dtype=torch.bfloat16)
+    part.finalize(y, done.ticket, out_TH=torch.zeros(3, 512, dtype=torch.bfloat16))
+    again = prepared(part)
+    with pytest.raises(UnsupportedError, match=r"y in torch\.float8_e4m3fn in pplx"):
+        part.finalize(again.rows.x, again.ticket, out_TH=torch.zeros(3, 512, dtype=torch.bfloat16))

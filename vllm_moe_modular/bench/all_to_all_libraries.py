@@ -19,11 +19,10 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from vllm_moe_modular.bench.all_to_all_cases import FP8, LINK, NCCL, Case
 from vllm_moe_modular.bench.all_to_all_peers import EXPERT_ROWS, Tokens, Transfer, draw, group_of
 from vllm_moe_modular.errors import UnsupportedError
-from vllm_moe_modular.kernels.quantize_fp8 import GROUP
+from vllm_moe_modular.kernels.quantize_fp8 import GROUP, rows_in_fp8
 from vllm_moe_modular.modular.fp8 import dequantized_rows
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import BatchedRows, StandardRows
-from vllm_moe_modular.prepare_finalize.deepep_high_throughput import in_fp8
 from vllm_moe_modular.prepare_finalize.deepep_library import (
     LowLatencyShape,
     high_throughput_buffer,
@@ -36,7 +35,7 @@ from vllm_moe_modular.prepare_finalize.deepep_library import (
     require_low_latency,
     topk_ids_dtype,
 )
-from vllm_moe_modular.prepare_finalize.pplx import HIDDEN_STEP, PplxShape, pplx_buffers
+from vllm_moe_modular.prepare_finalize.pplx import HIDDEN_STEP, PplxShape, fp8_scales, pplx_buffers
 from vllm_moe_modular.testing.ranks import Here
 
 
@@ -87,7 +86,7 @@ class DeepEPHighThroughput(Transfer):
         buffer = self._buffer.buffer
         per_rank, per_host_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(tokens.ids, self._experts)
         received, ids_RK, _, _, handle, _ = buffer.dispatch(
-            in_fp8(tokens.x) if self.sends_fp8 else tokens.x,
+            rows_in_fp8(tokens.x) if self.sends_fp8 else tokens.x,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_host_rank,
             is_token_in_rank=is_in_rank,
@@ -176,12 +175,17 @@ class Pplx(Transfer):
     combine_takes = EXPERT_ROWS
 
     def __init__(self, here: Here, case: Case) -> None:
-        _require_bfloat16("pplx_kernels", case)
         _require_plain("pplx_kernels", here, case, wire_hidden=-(-case.H // HIDDEN_STEP) * HIDDEN_STEP)
+        self.sends_fp8 = case.rows == FP8
+        if self.sends_fp8 and not fp8_scales(case.H):
+            raise UnsupportedError(
+                f"pplx_kernels with rows of {case.H} columns in fp8", instead="it sends multiples of 512 columns so"
+            )
         L = max(1, min(case.low_latency_tokens, case.capacity_tokens))
         shape = PplxShape(
-            tokens_per_round=L, hidden=case.H, itemsize=torch.bfloat16.itemsize, experts=case.G, top_k=case.K
-        )
+            tokens_per_round=L, hidden=case.H, dtype=torch.float8_e4m3fn if self.sends_fp8 else torch.bfloat16,
+            experts=case.G, top_k=case.K,
+        )  # fmt: skip
         self._transport = pplx_buffers(group_of(here), shape).transports[0]
         self._blocks = (case.G // here.size, here.size * L, case.H)
         # Of a full round and of the last.
@@ -195,27 +199,32 @@ class Pplx(Transfer):
         """See `Transfer`."""
         return replace(tokens, ids=tokens.ids.to(torch.uint32))
 
-    def dispatch(self, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+    def dispatch(self, tokens: Tokens) -> tuple[BatchedRows, Tokens]:
         """See `Transfer`."""
-        x_ECH = tokens.x.new_empty(self._blocks)
+        values, scales = rows_in_fp8(tokens.x) if self.sends_fp8 else (tokens.x, None)
+        x_ECH = values.new_empty(self._blocks)
+        scale_ECG = None if scales is None else scales.new_empty((*self._blocks[:2], scales.shape[1]))
+        counts_E = torch.empty(self._blocks[0], dtype=torch.int32, device=tokens.x.device)
         self._transport.dispatch(
-            out_expert_num_tokens=torch.empty(self._blocks[0], dtype=torch.int32, device=tokens.x.device),
+            out_expert_num_tokens=counts_E,
             out_expert_x=x_ECH,
-            out_expert_x_scale=None,
-            dp_x=tokens.x,
-            dp_x_scale=None,
+            out_expert_x_scale=scale_ECG,
+            dp_x=values,
+            dp_x_scale=scales,
             indices=tokens.ids,
             bound_m=self._bounds[len(tokens.x)],
         )
-        return x_ECH, tokens
+        return BatchedRows(x_ECH, counts_E, scale_ECG, torch.bfloat16), tokens
 
-    def experts(self, sent: tuple[torch.Tensor, Tokens]) -> torch.Tensor:
+    def experts(self, sent: tuple[BatchedRows, Tokens]) -> torch.Tensor:
         """See `Transfer`."""
-        return sent[0]
+        return dequantized_rows(sent[0]) if self.sends_fp8 else sent[0].x
 
-    unchanged = experts
+    def unchanged(self, sent: tuple[BatchedRows, Tokens]) -> torch.Tensor:
+        """See `Transfer`."""
+        return torch.empty_like(sent[0].x, dtype=torch.bfloat16) if self.sends_fp8 else sent[0].x
 
-    def combine(self, sent: tuple[torch.Tensor, Tokens], y: torch.Tensor) -> torch.Tensor:
+    def combine(self, sent: tuple[BatchedRows, Tokens], y: torch.Tensor) -> torch.Tensor:
         """See `Transfer`."""
         tokens = sent[1]
         out = torch.empty_like(tokens.x)

@@ -133,3 +133,14 @@ def quantize_fp8(
         None if rows is None else rows.sorted_slots, None if rows is None else rows.totals, x_RH.stride(0), H,
         K=top_k, BLOCK_G=tile.block_g, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
     )  # fmt: skip
+
+
+def rows_in_fp8(x_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values [R, H] and scales [R, H/128 rounded up] of all rows, newly allocated, as libraries take them."""
+    R, H = x_RH.shape
+    out = Fp8Rows(
+        torch.empty_like(x_RH, dtype=torch.float8_e4m3fn),
+        torch.empty((R, triton.cdiv(H, GROUP)), dtype=torch.float32, device=x_RH.device),
+    )
+    quantize_fp8(x_RH, out=out)
+    return out.values, out.scales

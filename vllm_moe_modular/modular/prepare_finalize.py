@@ -107,6 +107,9 @@ class PrepareAndFinalize(ABC, Generic[TicketT]):
     rows_are_tokens: ClassVar[bool] = False
     """Whether the rows are this rank's own tokens in their order: the experts may then write where finalize would."""
 
+    fills_empty_slots: ClassVar[bool] = False
+    """Whether a slot without an expert arrives as a row too, at an expert that the token does not name, to weigh 0."""
+
     traffic: Traffic | None = None
     """What was moved so far, where the host knows without asking the device; None: not counted."""
 

@@ -11,7 +11,7 @@ import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import ShapeError, UnsupportedError
-from vllm_moe_modular.kernels.quantize_fp8 import GROUP, Fp8Rows, quantize_fp8
+from vllm_moe_modular.kernels.quantize_fp8 import GROUP, rows_in_fp8
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import Dispatched, PrepareAndFinalize, StandardRows
@@ -148,7 +148,7 @@ class DeepEPHighThroughputPrepareAndFinalize(PrepareAndFinalize[HighThroughputTi
         with losses(self._group, NAME, "dispatch"):
             per_rank, per_host_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, self._experts.total)
             received, ids_RK, weights_RK, _, handle, _ = buffer.dispatch(
-                in_fp8(x) if self._fp8 else x,
+                rows_in_fp8(x) if self._fp8 else x,
                 num_tokens_per_rank=per_rank,
                 num_tokens_per_rdma_rank=per_host_rank,
                 is_token_in_rank=is_in_rank,
@@ -215,14 +215,3 @@ class DeepEPHighThroughputPrepareAndFinalize(PrepareAndFinalize[HighThroughputTi
             raise ShapeError(name, want=("rows", "H"), values={"rows": rows, "H": self._hidden}, got=t.shape)
         if t.dtype != torch.bfloat16:
             raise UnsupportedError(f"{name} in {t.dtype} in {NAME}", instead="it moves bfloat16")
-
-
-def in_fp8(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows in fp8 and their scales [T, H/128], as the library takes them."""
-    T, H = x_TH.shape
-    out = Fp8Rows(
-        torch.empty_like(x_TH, dtype=torch.float8_e4m3fn),
-        torch.empty((T, H // GROUP), dtype=torch.float32, device=x_TH.device),
-    )
-    quantize_fp8(x_TH, out=out)
-    return out.values, out.scales

@@ -1,7 +1,7 @@
 """pplx-kernels: rows straight into a block of their expert, over NVLink on one host and over NVSHMEM beyond.
 
 Letters: T tokens of this rank, L tokens per rank and round, K top-k, H hidden, E experts of this rank, W ranks,
-C = W * L rows of a block.
+C = W * L rows of a block, G = H / 128 scales of a row in fp8.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import CapacityError, MoEModularError, ShapeError, UnsupportedError
+from vllm_moe_modular.kernels.quantize_fp8 import GROUP, rows_in_fp8
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.modular.prepare_finalize import BatchedRows, Dispatched, PrepareAndFinalize
@@ -36,6 +37,9 @@ SLOTS = 2
 RANKS_OF_A_HOST = 8
 HIDDEN_STEP = 8
 """Combine writes so many numbers at a time, and 16 bytes of them is what a row has to be a multiple of."""
+
+SCALES_STEP = 4
+"""Scales of a row, too, are sent 16 bytes at a time."""
 
 _INSTEAD = "'vllm-moe-modular doctor' shows what the loader says; build pplx-kernels for this torch"
 
@@ -92,15 +96,29 @@ def tokens_to_send(ids_TK: torch.Tensor) -> torch.Tensor:
     return torch.where(has_expert_T, ordinals_T, 0).amax(dim=0, keepdim=True)
 
 
+def fp8_scales(hidden: int) -> int:
+    """How many scales go with a row of that many columns in fp8; 0: the library cannot send such."""
+    return hidden // GROUP if hidden % (GROUP * SCALES_STEP) == 0 else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PplxShape:
-    """What the buffers are laid out by."""
+    """What the buffers are laid out by.
+
+    Attributes:
+        dtype: of the rows as they are sent; with float8_e4m3fn go `fp8_scales(hidden)` scales each.
+    """
 
     tokens_per_round: int
     hidden: int
-    itemsize: int
+    dtype: torch.dtype
     experts: int
     top_k: int
+
+    @property
+    def scales(self) -> int:
+        """Of a row."""
+        return fp8_scales(self.hidden) if self.dtype is torch.float8_e4m3fn else 0
 
 
 class PplxBuffers:
@@ -128,8 +146,8 @@ class PplxBuffers:
             "world_size": group.size,
             "dp_size": 1,
             "hidden_dim": shape.hidden,
-            "hidden_dim_bytes": shape.hidden * shape.itemsize,
-            "hidden_dim_scale_bytes": 0,
+            "hidden_dim_bytes": shape.hidden * shape.dtype.itemsize,
+            "hidden_dim_scale_bytes": shape.scales * torch.float32.itemsize,
         }
         try:
             if group.size <= RANKS_OF_A_HOST:
@@ -229,6 +247,8 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
     an expert: where the router names none, the row goes to an expert that the token does not name, with a weight of 0;
     only tokens at the end of a batch that have no expert at all are not sent.
 
+    To experts that take rows in fp8 it sends such where H is a multiple of 512; they come home in the layer's dtype.
+
     Its kernels wait for a rank without limit: with a lost one they hang until the server's own watchdog.
 
     Device memory: for each of two calls in flight, a row of float32 for every expert of the rank, token of a round and
@@ -247,6 +267,7 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
 
     activation_format: ClassVar[ActivationFormat] = ActivationFormat.BATCHED
     weight_and_reduce_by: ClassVar[WeightAndReduceBy] = WeightAndReduceBy.FINALIZE
+    fills_empty_slots: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -284,7 +305,7 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
         shape = PplxShape(
             tokens_per_round=max(1, min(context.low_latency_tokens, context.capacity_tokens)),
             hidden=-(-context.hidden // HIDDEN_STEP) * HIDDEN_STEP,
-            itemsize=context.dtype.itemsize,
+            dtype=torch.float8_e4m3fn if context.fp8_rows and fp8_scales(context.hidden) else context.dtype,
             experts=max(placement.num_local) * placement.num_ranks,
             top_k=context.top_k,
         )
@@ -359,19 +380,23 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
 
     def _dispatch(self, x: torch.Tensor, ticket: PplxTicket) -> BatchedRows:
         shape, W = self._buffers.shape, self._group.size
-        E = self._experts.per_rank
-        x_ECH = x.new_empty((E, W * shape.tokens_per_round, shape.hidden))
+        E, C, here = self._experts.per_rank, W * shape.tokens_per_round, self._num_local
+        values, scales = rows_in_fp8(x) if shape.scales else (x, None)
+        x_ECH = values.new_empty((E, C, shape.hidden))
+        scale_ECG = None if scales is None else scales.new_empty((E, C, shape.scales))
         counts_E = torch.empty(E, dtype=torch.int32, device=x.device)
         self._buffers.transports[ticket.slot].dispatch(
             out_expert_num_tokens=counts_E,
             out_expert_x=x_ECH,
-            out_expert_x_scale=None,
-            dp_x=x,
-            dp_x_scale=None,
+            out_expert_x_scale=scale_ECG,
+            dp_x=values,
+            dp_x_scale=scales,
             indices=ticket.ids,
             bound_m=ticket.bound,
         )
-        return BatchedRows(x_ECH[: self._num_local, :, : self._hidden], counts_E[: self._num_local])
+        return BatchedRows(
+            x_ECH[:here, :, : self._hidden], counts_E[:here], x_scale=None if scale_ECG is None else scale_ECG[:here]
+        )
 
     def finalize(self, y: torch.Tensor, ticket: PplxTicket, *, out_TH: torch.Tensor) -> None:
         """See `PrepareAndFinalize.finalize`. The buffers are free then, also if it fails, but for a wrong `y`.
@@ -406,4 +431,4 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
             letters = ("rows", "H") if len(want) == 2 else ("E", "C", "H")
             raise ShapeError(name, want=letters, values=dict(zip(letters, want, strict=True)), got=t.shape)
         if t.dtype != self._dtype:
-            raise UnsupportedError(f"{name} in {t.dtype} in {NAME}", instead=f"its buffers are for {self._dtype}")
+            raise UnsupportedError(f"{name} in {t.dtype} in {NAME}", instead=f"the layer is in {self._dtype}")
