@@ -13,8 +13,9 @@ for that of every peer, adds and writes the output, while the sender is already 
 additions hide behind the link.
 
 Order: rows of a chunk -> `signal` (release, system) by sender p -> `await_signal` (acquire, system) by adder p of the
-peer -> its loads. Senders never wait, so that they always come to an end and make room; adders take half of the
-device's threads at most, so that the senders of another call in flight find room beside them. Launched early as
+peer -> its loads. Senders never wait, so that they always come to an end and make room; adders take half of a
+multiprocessor's threads and registers at most, so that both of a pair run at the same time, and the senders of another
+call in flight find room beside its adders. Launched early as
 `nvlink_dispatch` is.
 The ids of all peers' rows are read before the last flags are set: peers may overwrite them from then on. Why the
 partials may be overwritten: `nvlink_memory`.
@@ -40,6 +41,10 @@ CHUNK_BYTES = 32 * 1024
 nothing left to hide behind. Measured best from 7168 columns of bf16 (two rows) to 2048 (eight)."""
 
 
+REGISTERS = 64 * 1024
+"""Of a multiprocessor, from Volta to Blackwell."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     programs: int  # pairs
@@ -59,6 +64,11 @@ def choose_tile(rows_per_rank: int, row_bytes: int) -> Tile:
     while tile_rows * 2 <= chunk_rows and tile_rows * 2 * row_bytes <= num_warps * 32 * 64:
         tile_rows *= 2
     return Tile(programs=programs, chunk_rows=chunk_rows, tile_rows=tile_rows, num_warps=num_warps)
+
+
+def most_registers(num_warps: int) -> int:
+    """Of a thread, so that two programs fit on a multiprocessor; left alone, the sums of eight ranks take more."""
+    return min(255, REGISTERS // (2 * 32 * num_warps))
 
 
 @triton.jit(do_not_specialize=["T", "N", "pairs", "first_program", "timeout_ns"])
@@ -167,5 +177,6 @@ def nvlink_combine(
         tile.programs, tile.programs if halves == "add" else 0, timeout_ns,
         RANK=slot.rank, W=slot.shape.ranks, K=K, H=H, P=MAX_PROGRAMS, UNIT=PEER_UNIT_BYTES // y_RH.element_size(),
         PHASE=COMBINE, CHUNK_ROWS=tile.chunk_rows, TILE_ROWS=tile.tile_rows, BLOCK_K=triton.next_power_of_2(K),
-        BLOCK_H=triton.next_power_of_2(H), PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+        BLOCK_H=triton.next_power_of_2(H), PDL=pdl, num_warps=tile.num_warps, maxnreg=most_registers(tile.num_warps),
+        launch_pdl=pdl,
     )  # fmt: skip
