@@ -1,25 +1,36 @@
 #!/usr/bin/env bash
-# What one GPU can check and measure, a part at a time. Logs and JSON lines go to OUT_DIR; ends with 0 if all parts did.
+# What one GPU, or two with NVLink, can check and measure, a part at a time. Logs and JSON lines go to OUT_DIR; ends with
+# 0 if all parts did.
 #
-#   benchmarks/on_one_gpu.sh OUT_DIR PART...
+#   benchmarks/on_gpus.sh OUT_DIR PART...
 #
+# One GPU:
 #   tests    kernels, experts, and the benchmark's shapes                 3 minutes with 16 processors
 #   experts  triton and deep_gemm against their peers, bf16 and fp8       6 minutes
-#   batched  the batched format a quarter full, beside the standard one   1 minute
-#   accuracy both, 20 seeds, against plain torch's error                  4 minutes
+#   batched  the batched format a quarter full, beside the standard one   2 minutes
+#   accuracy both, 20 seeds, against plain torch's error                  2 minutes
 #   tune     a tuned table in OUT_DIR/tuned, which `experts` takes        3 minutes; fails while cells are left: run it again
 #   tokens   tiny checkpoints served with and without the plugin          5 minutes
+#   marlin   the same of AWQ and mxfp4, on vLLM's own experts             3 minutes
 #   speed    tokens per second with and without the plugin                3 minutes
-#   kit      the conformance kit on every part, ranks sharing the GPU     4 minutes
+#   speed_fp8  the same with weights in fp8 blocks                        5 minutes: vLLM compiles DeepGEMM for each graph
+#   kit      the conformance kit on every part; ranks share the GPU, or   4 minutes
+#            have one each
 #   stress   100,000 random steps of nvlink's kernels, all ranks in one   6 minutes
 #            process; 200 more under compute-sanitizer
-#   all2all  nvlink and DeepEP on two ranks that share the GPU            2 minutes
-#   ranks    tiny checkpoints served over two ranks that share the GPU    2 minutes for a model; an NCCL from 2.30 on in NCCL
+#   all2all  nvlink, DeepEP and pplx on two ranks, check by check         2 minutes
+#   ranks    tiny checkpoints served over two ranks                       2 minutes for a model; on one GPU an NCCL from
+#                                                                         2.30 on in NCCL
+#   eplb     the same with redundant experts that move between steps      2 minutes
 #
-# vLLM takes part in `experts` where it can be imported; `tokens` and `speed` need it, and the package installed.
+# Two GPUs (written, not yet run whole; no time is known):
+#   links    what needs links: the tests, and every all-to-all beside its library and plain copies, bf16 and fp8
+#   served   tokens per second and rank over two ranks: nvlink and allgather, then DeepEP's, beside stock vLLM
+#
+# vLLM takes part in `experts` where it can be imported; what serves needs it, and the package installed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:?usage: benchmarks/on_one_gpu.sh OUT_DIR PART...}
+out=${1:?usage: benchmarks/on_gpus.sh OUT_DIR PART...}
 shift
 mkdir -p "$out"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -29,6 +40,15 @@ export CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(command -v nvcc || echo /u
 cli="python -m vllm_moe_modular.cli.main"
 
 run() { timeout "$@" 2>&1 | tee -a "$out/$part.log" | tail -n 45; }
+
+few_graphs='{"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 64, 256]}}'
+eplb='{"enable_eplb": true, "eplb_config": {"num_redundant_experts": 4, "window_size": 8, "step_interval": 8}}'
+
+# Two ranks of vLLM on one GPU take an NCCL that lets them.
+shared_gpu_nccl() {
+    [ "$(python -c 'import torch; print(torch.cuda.device_count())')" = 1 ] || return
+    export LD_PRELOAD=${NCCL:?the path of libnccl.so.2 from 2.30 on} VLLM_NCCL_SO_PATH=$NCCL
+}
 
 failed=0
 for part in "$@"; do
@@ -59,7 +79,15 @@ for part in "$@"; do
             run 180 python -m benchmarks.serving tokens --out "$out/tokens_fp8.jsonl" \
                 --models qwen3_moe:fp8_block qwen3_moe:fp8_channel --experts triton vllm
         ;;
+    marlin)
+        run 280 python -m benchmarks.serving tokens --out "$out/marlin.jsonl" --experts vllm \
+            --models qwen3_moe:awq gpt_oss:mxfp4 --engine '{"moe_backend":"marlin"}'
+        ;;
     speed) run 300 python -m benchmarks.serving speed --out "$out/speed.jsonl" --profile ;;
+    speed_fp8)
+        run 400 python -m benchmarks.serving speed --out "$out/speed_fp8.jsonl" --quantization fp8_block --kv-gib 6 \
+            --experts triton triton_or_deep_gemm --engine "$few_graphs"
+        ;;
     kit)
         parts="triton triton_batched deep_gemm deep_gemm_batched triton_or_deep_gemm torch local allgather nvlink"
         ! python -c "import deep_ep" 2>/dev/null || parts="$parts deepep_high_throughput deepep_low_latency deepep_auto"
@@ -79,11 +107,29 @@ for part in "$@"; do
         ;;
     all2all) run 240 python -m benchmarks.deepep_smoke --ranks 2 --timeout 40 --log "$out/all2all.errors" ;;
     ranks)
-        export LD_PRELOAD=${NCCL:?the path of libnccl.so.2 from 2.30 on} VLLM_NCCL_SO_PATH=$NCCL
+        shared_gpu_nccl
         run 400 python -m benchmarks.serving tokens --out "$out/ranks.jsonl" --ranks 2 \
             --models qwen3_moe qwen3_moe:fp8_block deepseek_v3 --all2all nvlink allgather &&
             run 200 python -m benchmarks.serving tokens --out "$out/ranks_deepep.jsonl" --ranks 2 \
                 --models qwen3_moe:fp8_block --all2all deepep_low_latency --experts triton_batched
+        ;;
+    eplb)
+        shared_gpu_nccl
+        run 300 python -m benchmarks.serving tokens --out "$out/eplb.jsonl" --ranks 2 --models qwen3_moe \
+            --all2all nvlink allgather --engine "$eplb"
+        ;;
+    links)
+        run 200 python -m pytest -q -p no:cacheprovider -m multi_gpu tests/prepare_finalize
+        tests=$?
+        run 400 $cli bench all-to-all --hidden 7168 2048 --tokens 1 32 128 1024 4096 --fp8 --out "$out/links.jsonl" &&
+            [ $tests = 0 ]
+        ;;
+    served)
+        speed="python -m benchmarks.serving speed --ranks 2 --kv-gib 6 --profile"
+        run 400 $speed --out "$out/served.jsonl" --all2all nvlink allgather --experts triton &&
+            run 400 $speed --out "$out/served_deepep.jsonl" --all2all deepep_low_latency --experts triton_batched &&
+            run 400 $speed --out "$out/served_deepep.jsonl" --all2all deepep_high_throughput --experts triton &&
+            run 400 $speed --out "$out/served_deepep.jsonl" --all2all deepep_auto --experts auto
         ;;
     *)
         echo "no part '$part'" >&2
