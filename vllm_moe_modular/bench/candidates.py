@@ -105,7 +105,7 @@ CANDIDATES: dict[str, Make] = {
     "torch": _torch,
     "gemms": _gemms,
 }
-"""`vllm` is its Triton kernel, `vllm_deep_gemm` what it serves fp8 in blocks with. `gemms` is what nobody who uses
+"""`vllm` is its Triton kernel, `vllm_deep_gemm` its DeepGEMM experts. `gemms` is what nobody who uses
 DeepGEMM can go below: its two GEMMs, and nothing around them."""
 
 

@@ -22,8 +22,8 @@ ORDER = (*OURS, *PEERS, "matmul_ogs", "torch", "gemms")
 
 LEGEND = (
     "M: tokens of a call; roof: what memory or the matrix units of an H200 take at least; ours: what the experts",
-    "triton_or_deep_gemm run there; eff: roof / ours; / vllm: ours / vllm, its Triton kernel; vllm_deep_gemm: what it",
-    "serves fp8 in blocks with; gemms: DeepGEMM's two GEMMs and no more",
+    "triton_or_deep_gemm run there; eff: roof / ours; / vllm: ours / vllm, its Triton kernel; vllm_deep_gemm: its",
+    "DeepGEMM experts, for fp8 in blocks; gemms: DeepGEMM's two GEMMs and no more",
 )
 
 MANY = 8192

@@ -59,7 +59,7 @@ def _fp8_config(weights: ExpertWeights) -> Any:
 
 
 def triton_or_deep_gemm(weights: ExpertWeights, top_k: int) -> tuple[Layer, Callable[[int], int]]:
-    """What vLLM serves fp8 in blocks with on Hopper at its defaults; and the scratch bytes of a call of so many rows.
+    """vLLM's DeepGEMM experts at its defaults, for fp8 in blocks; and the scratch bytes of a call of so many rows.
 
     Raises:
         ImportError: there is no vLLM, or not with these names.
