@@ -21,7 +21,7 @@ from vllm_moe_modular.selection.builtin import builtin_registry
 from vllm_moe_modular.selection.problem import Device, Problem
 from vllm_moe_modular.selection.registry import Part, PartKind, Registry
 from vllm_moe_modular.settings import Settings
-from vllm_moe_modular.vllm_adapter import adapter, runtime
+from vllm_moe_modular.vllm_adapter import adapter, agreement, runtime
 from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks
 from vllm_moe_modular.vllm_adapter.method import ModularForward, maybe_make_fused_moe_modular_method
 
@@ -263,11 +263,56 @@ def test_what_vllm_has_processed_is_planned_anew_and_no_longer_read() -> None:
     """`auto` may have chosen the vllm experts before it was known which kernel vLLM would take."""
     left_to_vllm = Layer("a")
     made = Adapter(Settings(enabled=True))
+    load(made.environment, of=made)
     made.layer = lambda module: left_to_vllm if module is left_to_vllm.module else None  # type: ignore[method-assign]
     processed = []
     made.process_weights(lambda _, module: processed.append(module), SimpleNamespace(), left_to_vllm.module)
     assert processed == [left_to_vllm.module]
     assert "vLLM has laid out the weights for its own kernel" in left_to_vllm.weights_missing
+
+
+def test_weights_that_come_in_the_layout_of_vllms_kernel_are_not_taken_for_the_checkpoints() -> None:
+    """As from vLLM's weight cache: its method has to rebuild its kernel."""
+    layer = Layer("a")
+    made = load(NAMED)
+    made.layer = lambda module: layer if module is layer.module else None  # type: ignore[method-assign]
+    processed = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Adapter, "weights_come_processed", True)
+        made.process_weights(lambda _, module: processed.append(module), SimpleNamespace(), layer.module)
+    assert processed == [layer.module]
+    assert layer.weights_missing
+
+
+def test_an_adapter_that_loads_no_model_does_not_initialise_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes one in the API server and in users' scripts too, before it forks its engine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
+    Adapter(Settings(enabled=True))
+
+
+def test_where_ranks_come_and_go_every_layer_is_left_and_nothing_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's groups are then none that torch knows, and the ranks have no store in common."""
+    monkeypatch.setattr(agreement, "exchange", lambda *_, **__: pytest.fail("nobody would answer"))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    layer = Layer("a", replace(SINGLE, ep_size=2, dp_size=2, num_local_experts=2, elastic_ep=True))
+    layer.ranks = Ranks(0, 2, 0, 1, False)  # type: ignore[misc]
+    made = Adapter(Settings(enabled=True))
+    made.expert_parallel_group = SimpleNamespace  # type: ignore[assignment]
+    worker = worker_of(layer)
+    worker.vllm_config.parallel_config.enable_elastic_ep = True
+    made.load_model(lambda worker: None, worker)  # noqa: ARG005
+    assert not layer.is_swapped
+
+
+@pytest.mark.parametrize(("sleeps", "experts", "later"), [(True, "torch", True), (False, "torch", False)])
+def test_with_sleep_mode_a_layer_of_ours_is_set_up_outside_the_pool_of_weights(
+    sleeps: bool, experts: str, later: bool
+) -> None:
+    made = load(replace(NAMED, experts=experts))
+    made.vllm_config.model_config = SimpleNamespace(enable_sleep_mode=sleeps)
+    assert made.is_set_up_later(Layer("a")) is later
+    assert not made.is_set_up_later(Layer("a", replace(SINGLE, irreplaceable="it has no modular form")))
 
 
 @pytest.mark.parametrize(("misses", "counted"), [(True, 7_000), (False, 5_000)])

@@ -1,18 +1,27 @@
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from vllm_moe_modular.errors import AgreementError, NoUsablePartError
+from vllm_moe_modular.modular.placement import ExpertPlacement
+from vllm_moe_modular.selection.problem import Problem
 from vllm_moe_modular.settings import Settings
+from vllm_moe_modular.vllm_adapter import agreement
 from vllm_moe_modular.vllm_adapter.agreement import (
     _missing_anywhere,
     _require_known_everywhere,
+    agree_on_layer,
     exchange,
     require_equal,
 )
-from vllm_moe_modular.vllm_adapter.runtime import Runtime
+from vllm_moe_modular.vllm_adapter.layer import Ranks
+from vllm_moe_modular.vllm_adapter.runtime import Plan, Runtime
 
 
 @pytest.fixture
@@ -71,3 +80,29 @@ def test_a_part_that_no_rank_knows_lists_the_known_ones() -> None:
     runtime = Runtime(Settings(enabled=True, experts="tritom"))
     with pytest.raises(NoUsablePartError, match=r"'tritom' is not known; known: auto"):
         _require_known_everywhere(runtime, [runtime.part_names()] * 2)
+
+
+def test_a_layer_of_a_second_model_is_agreed_on_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models in one process share a store, and their layers have the same names."""
+    store = dist.HashStore()
+    monkeypatch.setattr(agreement, "default_store", lambda: store)
+
+    def agree(rank: int, load: int, num_experts: int) -> ExpertPlacement:
+        runtime = Runtime(Settings(enabled=True), load=load)
+        group: Any = SimpleNamespace(global_ranks=(0, 1))
+        runtime.group = group
+        half = num_experts // 2
+        layer: Any = SimpleNamespace(
+            name="model.layers.0.mlp.experts", ranks=Ranks(rank, 2, 0, 1, False), device=torch.device("cpu"),
+            expert_map=[i % half if i // half == rank else -1 for i in range(num_experts)],
+        )  # fmt: skip
+        problem = Problem(num_experts=num_experts, num_local_experts=half, top_k=2, hidden=8, intermediate=6, ep_size=2)
+        return agree_on_layer(layer, Plan(problem, None, ""), runtime)
+
+    for load, num_experts in enumerate((4, 8)):
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(agree, 0, load, num_experts)
+            time.sleep(0.3)  # what rank 1 has said by now is of the model before
+            second = pool.submit(agree, 1, load, num_experts)
+            assert first.result() == second.result()
+            assert first.result().num_experts == num_experts

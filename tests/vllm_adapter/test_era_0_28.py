@@ -158,3 +158,55 @@ def test_weights_that_a_method_set_to_none_are_a_reason_not_a_crash(moe_config: 
     method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
     problem = layer_with(moe_config, quant_method=method, w13_weight=None, w2_weight=torch.zeros(2, 8, 6)).problem
     assert "w13_weight is not a plain [E, N, K] tensor" in problem.weights_missing
+
+
+@pytest.mark.usefixtures("_tensor_parallel_group")
+def test_padding_is_not_read_as_weights(moe_config: FusedMoEConfig) -> None:
+    """vLLM rounds sizes up for some kernels, and zeroes what is more only in the processing that we skip."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    moe_config.intermediate_size_per_partition = 128
+    method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+    weights = {"w13_weight": torch.zeros(2, 256, 8), "w2_weight": torch.zeros(2, 8, 128)}
+    problem = layer_with(moe_config, quant_method=method, **weights).problem
+    assert "intermediate_size_per_partition 6 padded to 128" in problem.weights_missing
+
+
+@pytest.mark.parametrize("backend", ["TRITON", "DEEPGEMM", "FLASHINFER_CUTLASS", "VLLM_CUTLASS"])
+def test_kept_weights_of_a_checkpoint_with_static_scales_have_a_quant_config(backend: str) -> None:
+    """vLLM's own multiplies the scales of rows and weights, which fit only after the processing that we skip."""
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
+    E, F, H = 4, 16, 32
+    method = Fp8MoEMethod.__new__(Fp8MoEMethod)
+    method.fp8_backend, method.weight_scale_name = Fp8MoeBackend[backend], "weight_scale"
+    method.moe_block_shape = method.weight_block_size = None
+    module = torch.nn.Module()
+    module.quant_method = method
+    for name, value in {
+        "w13_weight": torch.zeros(E, 2 * F, H, dtype=torch.float8_e4m3fn), "w13_weight_scale": torch.ones(E, 2),
+        "w2_weight": torch.zeros(E, H, F, dtype=torch.float8_e4m3fn), "w2_weight_scale": torch.ones(E),
+        "w13_input_scale": torch.ones(E), "w2_input_scale": torch.ones(E),
+    }.items():  # fmt: skip
+        module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    layer = RoutedExpertsLayer(module)
+    layer.keep_weights()
+    config = layer.quant_config_of_kept_weights(method)
+    assert config.w1_scale.shape == (E, 2 * F)
+    assert config.w2_scale.shape == (E, H)
+
+
+@pytest.mark.usefixtures("_tensor_parallel_group")
+@pytest.mark.parametrize(("transfers", "says"), [(True, "by the name of the method"), (False, "no modular form")])
+def test_weights_that_are_sent_later_are_loaded_by_vllms_method(
+    moe_config: FusedMoEConfig, transfers: bool, says: str
+) -> None:
+    class CompressedTensorsWNA16MoEMethod(OldMethod): ...
+
+    module: Any = SimpleNamespace(moe_config=moe_config, quant_method=CompressedTensorsWNA16MoEMethod(moe_config))
+    module.apply_router_weight_on_input = False
+    config: Any = VllmConfig()
+    if transfers:
+        config.weight_transfer_config = SimpleNamespace()
+    assert says in RoutedExpertsLayer(module, vllm_config=config).problem.vllm_experts

@@ -1,10 +1,12 @@
 """vllm_adapter.graphs on vLLM's own compilation configuration: what a part that cannot be captured changes in it."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig
 
 from vllm_moe_modular.selection.builtin import builtin_registry
@@ -42,6 +44,12 @@ def test_a_part_that_cannot_be_captured_runs_between_graphs(mode: CUDAGraphMode)
     before = list(config.splitting_ops or ())
     assert take_moe_out_of_graphs(config, parts(all2all="deepep_high_throughput")) == ""
     assert config.splitting_ops == before
+
+
+def test_vllms_transformers_backend_has_an_op_of_its_own_around_its_layers() -> None:
+    import_module("vllm.model_executor.models.transformers.moe")  # registers it
+    assert torch.ops.vllm.transformers_moe_forward
+    assert "vllm::transformers_moe_forward" in MOE_OPS
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from vllm_moe_modular.errors import CapacityError, NoUsablePartError, SettingsError
+from vllm_moe_modular.selection.problem import Device
+from vllm_moe_modular.selection.registry import Registry
 from vllm_moe_modular.settings import ADDITIONAL_CONFIG_KEY, Settings, with_overrides
 from vllm_moe_modular.vllm_adapter.agreement import agree_on_layer, agree_on_settings
 from vllm_moe_modular.vllm_adapter.layer import MoELayer
@@ -37,7 +39,9 @@ class Adapter(ABC):
 
     def __init__(self, settings: Settings) -> None:
         self.environment = settings
-        self.runtime = Runtime(settings)  # of the model that is being loaded
+        # Of the model that is being loaded. Off until then: vLLM makes adapters in processes that load none, where CUDA
+        # must not be initialised, for which `Runtime` asks the device.
+        self.runtime = Runtime(replace(settings, enabled=False), device=Device(kind="cpu"), registry=Registry())
         self.vllm_config: Any = None  # of the model that is being loaded
         self._loads = 0
         self._held_bytes = 0  # by what was built for the model, of memory that torch manages
@@ -79,6 +83,13 @@ class Adapter(ABC):
         """vLLM's context in which its modules may be constructed."""
 
     @property
+    def weights_come_processed(self) -> bool:
+        """Whether what is being loaded is in the layout of vLLM's kernel already (weight cache of 0.32)."""
+        from vllm.model_executor import utils
+
+        return bool(getattr(utils, "is_weights_pre_processed", bool)())
+
+    @property
     @abstractmethod
     def profile_misses_set_up(self) -> bool:
         """Whether vLLM's memory profile takes no notice of what torch allocated between the weights and the profile."""
@@ -91,12 +102,14 @@ class Adapter(ABC):
             NoUsablePartError: a named part does not fit, or strict mode and a layer stays with vLLM.
             SettingsError: the engine's own configuration has a key or a value that is not known.
         """
-        self.runtime = Runtime(engine_settings(self.environment, worker.vllm_config.additional_config))
+        settings = engine_settings(self.environment, worker.vllm_config.additional_config)
+        self.runtime = Runtime(settings, load=self._loads)
         if not self.runtime.settings.enabled:
             original(worker, *args, **kwargs)
             return
         require_folders(self.runtime.settings)
-        agree_on_settings(self.runtime, self.expert_parallel_group(), load=self._loads)
+        if not self.resizes_group(worker.vllm_config):  # else every layer stays with vLLM
+            agree_on_settings(self.runtime, self.expert_parallel_group())
         self._loads += 1
         self._held_bytes = 0
         self.vllm_config = worker.vllm_config
@@ -120,17 +133,30 @@ class Adapter(ABC):
         """Whether this load is that of an elastic scale-up, whose weights come later."""
         return bool(kwargs.get("load_dummy_weights", args[0] if args else False))
 
+    def resizes_group(self, vllm_config: Any) -> bool:
+        """Whether ranks come and go: vLLM's groups are then none that torch knows, with no store in common."""
+        return bool(getattr(vllm_config.parallel_config, "enable_elastic_ep", False))
+
     def process_weights(self, original: Any, method: Any, module: Any) -> None:
         """In the place of a quant method's `process_weights_after_loading`: keep what our experts will read."""
         layer = self.layer(module) if self.runtime.settings.enabled else None
-        if layer is not None and self.plan(layer).needs_raw_weights:
+        if layer is not None and not self.weights_come_processed and self.plan(layer).needs_raw_weights:
             layer.keep_weights()
-            method.moe_quant_config = method.get_fused_moe_quant_config(module)
+            method.moe_quant_config = layer.quant_config_of_kept_weights(method)
             return
         original(method, module)
         if layer is not None:  # planned anew at commit: only now is it known what vLLM runs the layer on
             layer.weights_were_processed()
-            delattr(module, _PLAN)
+            if hasattr(module, _PLAN):
+                delattr(module, _PLAN)
+
+    def is_set_up_later(self, layer: MoELayer) -> bool:
+        """Whether the communicator comes too early for a layer of ours, which the end of `load_model` then visits.
+
+        It comes inside the memory pool that sleep mode discards with the weights; what parts hold is in no checkpoint.
+        """
+        sleeps = getattr(self.vllm_config.model_config, "enable_sleep_mode", False)
+        return bool(sleeps) and self.plan(layer).choice is not None
 
     def plan(self, layer: MoELayer) -> Plan:
         """The plan of `layer`, made at the first call and kept with it.
@@ -156,10 +182,12 @@ class Adapter(ABC):
             return
         plan = self.plan(layer)
         self._require_capacity(layer, plan)
-        placement = agree_on_layer(layer, plan, self.runtime)
-        held_before = _allocated_bytes()
-        method = maybe_make_fused_moe_modular_method(layer, plan, placement, self)
-        self._held_bytes += _allocated_bytes() - held_before
+        method = None
+        if not plan.problem.elastic_ep:
+            placement = agree_on_layer(layer, plan, self.runtime)
+            held_before = _allocated_bytes()
+            method = maybe_make_fused_moe_modular_method(layer, plan, placement, self)
+            self._held_bytes += _allocated_bytes() - held_before
         if method is None:
             outcome = f"left to vLLM's {type(layer.quant_method).__name__}: {plan.why}"
         else:

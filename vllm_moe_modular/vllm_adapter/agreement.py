@@ -83,7 +83,7 @@ def require_equal(records: Sequence[Record], *, what: str) -> None:
         )
 
 
-def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None, *, load: int) -> None:
+def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None) -> None:
     """At the start of loading: all ranks that share experts run the same package with the same settings.
 
     A part that some rank cannot import is chosen by none. Sets `runtime.missing`, `runtime.hosts` and
@@ -91,7 +91,6 @@ def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None, *, load
 
     Args:
         group: the expert-parallel group; None where there is none.
-        load: how many models this process has loaded before, so that a second one is agreed on anew.
 
     Raises:
         AgreementError: a rank is silent, differs, or does not know a part that was asked for; names ranks and fields.
@@ -106,7 +105,7 @@ def agree_on_settings(runtime: Runtime, group: dist.ProcessGroup | None, *, load
     ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
     records = exchange(
         store,
-        topic=f"settings/{ranks}/{load}",
+        topic=f"settings/{ranks}/{runtime.load}",
         rank=dist.get_rank(group),
         size=dist.get_world_size(group),
         record={
@@ -147,7 +146,7 @@ def agree_on_layer(layer: MoELayer, plan: Plan, runtime: Runtime) -> ExpertPlace
     members = "-".join(map(str, runtime.require_group().global_ranks))
     records = exchange(
         default_store(),
-        topic=f"layer/{members}/{layer.name}/{visit}",
+        topic=f"layer/{members}/{runtime.load}/{layer.name}/{visit}",
         rank=ranks.ep_rank,
         size=ranks.ep_size,
         record={"here": here, "expert_map": layer.expert_map},

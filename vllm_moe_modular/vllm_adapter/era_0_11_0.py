@@ -233,6 +233,8 @@ class Adapter(adapter.Adapter):
     def _at_buffer_set_up(self, original: Any, method: Any, module: Any) -> None:
         layer = self.layer(module) if self.runtime.settings.enabled else None
         if layer is not None:
+            if self.is_set_up_later(layer):
+                return
             self.init_prepare_finalize(layer)
         if layer is None or not layer.is_swapped:
             original(method, module)

@@ -34,5 +34,7 @@ class Adapter(era_0_28.Adapter):
 
     def _at_buffer_set_up(self, original: Any, runner: Any) -> None:
         if self.runtime.settings.enabled:
+            if self.is_set_up_later(self._layer(runner.routed_experts, runner)):
+                return
             self._visit(None, runner)
         original(runner)  # leaves a method that owns a kernel, as ours does, alone

@@ -14,6 +14,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import (
     FusedMoEModularMethod as VllmFusedMoEModularMethod,
 )
@@ -42,6 +43,9 @@ _FORMATS = {
     ActivationFormat.BATCHED: mk.FusedMoEActivationFormat.BatchedExperts,
 }
 
+_LOADED_BY_NAME = ("modelopt", "compressed")
+"""In names of quant methods that `RoutedExperts.weight_loader` treats otherwise."""
+
 
 class RoutedExpertsLayer(MoELayer):
     """A `RoutedExperts`, with what its `FusedMoEConfig` says of it."""
@@ -54,6 +58,7 @@ class RoutedExpertsLayer(MoELayer):
         super().__init__(routed_experts)
         self._runner: Any = runner  # None while the weights are still being loaded
         self._elastic_ep = vllm_config is not None and vllm_config.parallel_config.enable_elastic_ep
+        self._receives_weights = getattr(vllm_config, "weight_transfer_config", None) is not None
         self._between_graphs = vllm_config is not None and moe_is_outside_graphs(vllm_config.compilation_config)
 
     @property
@@ -101,11 +106,36 @@ class RoutedExpertsLayer(MoELayer):
         to_be_processed = type(method) is UnquantizedFusedMoEMethod or fp8_scheme(method) is not None
         if to_be_processed and getattr(method, "moe_kernel", None) is None:
             return no_modular_form(method) if getattr(method, "is_monolithic", False) else ""
+        name = type(method).__name__
+        if self._receives_weights and any(word in name.lower() for word in _LOADED_BY_NAME):
+            return f"vLLM's weight transfer loads tensors of {name} by the name of the method, which ours does not have"
         return why_not_reusable(method)
 
     def keep_weights(self) -> None:
         if fp8_scheme(self.quant_method) is not None:
             keep_fp8_weights(self.module)
+
+    def quant_config_of_kept_weights(self, method: Any) -> Any:
+        if fp8_scheme(method) is None:
+            return super().quant_config_of_kept_weights(method)
+        # Not that of the backend that vLLM chose: FlashInfer's multiplies scales that its own processing makes fit.
+        return fp8_w8a8_moe_quant_config(
+            w1_scale=fp8_scale(self.module, "w13"),
+            w2_scale=fp8_scale(self.module, "w2"),
+            block_shape=getattr(method, "moe_block_shape", None) or method.weight_block_size,
+        )
+
+    @property
+    def weights_missing(self) -> str:
+        config = self.module.moe_config
+        for size in ("hidden_dim", "intermediate_size_per_partition"):
+            stored = getattr(config, f"{size}_unpadded", None)
+            if stored is not None and stored != getattr(config, size):
+                return (
+                    f"vLLM's kernel wants {size} {stored} padded to {getattr(config, size)} and zeroes the padding "
+                    "itself; use the vllm experts"
+                )
+        return super().weights_missing
 
     def weights(self) -> ExpertWeights:
         weights = super().weights()

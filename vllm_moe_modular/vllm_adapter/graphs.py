@@ -11,7 +11,7 @@ from vllm.config import CompilationMode, CUDAGraphMode
 
 from vllm_moe_modular.selection.registry import Part
 
-MOE_OPS = ("vllm::moe_forward", "vllm::moe_forward_shared")
+MOE_OPS = ("vllm::moe_forward", "vllm::moe_forward_shared", "vllm::transformers_moe_forward")
 
 
 def moe_is_outside_graphs(compilation: Any) -> bool:

@@ -95,6 +95,10 @@ class MoELayer(ABC):
     def keep_weights(self) -> None:  # noqa: B027 - unquantised weights are read as they were loaded
         """In the place of what vLLM does with loaded weights, where they are read as they are."""
 
+    def quant_config_of_kept_weights(self, method: Any) -> Any:
+        """What vLLM's readers find as `moe_quant_config` once the weights were kept."""
+        return method.get_fused_moe_quant_config(self.module)
+
     def weights_were_processed(self) -> None:
         """Remember that vLLM has done it."""
         setattr(self.module, _PROCESSED, True)

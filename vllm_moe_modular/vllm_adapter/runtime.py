@@ -55,6 +55,7 @@ class Runtime:
     settings: Settings
     device: Device = field(default_factory=lambda: this_device())
     registry: Registry = field(default_factory=lambda: full_registry(import_targets=True))
+    load: int = 0  # how many models this process has loaded before
     hosts: int = 1  # that the expert-parallel ranks are spread over
     missing: dict[str, list[str]] | None = None  # by part target: modules that some rank lacks, once ranks were asked
     group: RankGroup | None = None
