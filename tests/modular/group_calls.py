@@ -52,6 +52,25 @@ def waited_for_in_reverse(here: Here) -> list[float]:
     return torch.cat(outs).flatten().tolist()
 
 
+def refused_everywhere(here: Here, late_s: float) -> str:
+    """Every rank refuses the same step and goes on, the last one later; what the step after that says."""
+    group = RankGroup(here.group, timeout_s=30.0, store=here.store)
+    out = torch.empty((here.size, 1, 1))
+
+    def step() -> None:
+        group.all_gather(out, torch.full((1, 1), float(here.rank)), phase="gather")()
+
+    step()
+    group.say_raised(ValueError("too many tokens"))
+    if here.rank == here.size - 1:
+        time.sleep(late_s)
+    try:
+        step()
+    except RankLostError as error:
+        return str(error)
+    return "right"
+
+
 def lose_a_rank(here: Here, lost: int, how: str) -> list[tuple[str, float]]:
     """`lost` dies or sleeps before its step 5; the others' errors, each with the seconds that it took.
 

@@ -81,3 +81,8 @@ def test_rank_that_raised_is_named_with_its_error_at_once(late: int | None) -> N
         assert "phase 'combine': rank 2 raised LookupError: no room here after step 2, phase 'dispatch'. " in message
         assert (rank, step, phase) == (2, 3, "combine")
         assert seconds < TO_JUDGE_S + SLACK_S, "nobody waits for the timeout"
+
+
+@pytest.mark.parametrize("late_s", [0.0, 2.0])
+def test_a_step_that_all_ranks_refuse_loses_nobody(late_s: float) -> None:
+    assert run_ranks(group_calls.refused_everywhere, 3, late_s, timeout_s=60) == ["right"] * 3

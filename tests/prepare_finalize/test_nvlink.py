@@ -197,3 +197,49 @@ def test_a_capacity_of_no_tokens_holds_the_one_row_that_every_step_has(monkeypat
         assert finalized(part, done, 0).shape == (0, 16)
     with pytest.raises(CapacityError, match="2 tokens per rank, 1 were reserved for"):
         prepare(part, rows_of(2), at_most=2)
+
+
+def test_experts_that_raise_give_the_slot_back(part: NvlinkPrepareAndFinalize) -> None:
+    """More often than there are slots: the reason stays the same."""
+    full = Workspace(DEVICE)
+    full.reserve(16)
+    full.lock()
+    kernel = ModularKernel(part, TritonExperts(Activation(kind=ActivationKind.SILU)), allocate=full)
+    weights = ExpertWeights(w13=torch.ones(3, 8, 16, device=DEVICE), w2=torch.ones(3, 16, 4, device=DEVICE))
+    ids, ones = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE), torch.ones(3, 2, device=DEVICE)
+    for _ in range(nvlink.SLOTS + 1):
+        with pytest.raises(CapacityError, match="were reserved at start-up"):
+            kernel.apply(rows_of(3), ids, ones, weights, max_tokens_per_rank=3)
+
+
+def test_a_dispatch_that_raises_gives_the_slot_back(
+    part: NvlinkPrepareAndFinalize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(nvlink, "nvlink_dispatch", fails)
+    for _ in range(nvlink.SLOTS + 1):
+        with pytest.raises(RuntimeError, match="no compiler"):
+            prepare(part, rows_of(3))
+
+
+def test_rows_that_come_back_where_they_lay_are_copied_first(
+    part: NvlinkPrepareAndFinalize, buffers: NvlinkBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why: `test_rows_that_are_combined_where_they_lie_race_with_the_next_dispatch`."""
+    done, given = prepare(part, rows_of(3)), []
+    monkeypatch.setattr(nvlink, "nvlink_combine", lambda _, y, **__: given.append(y))
+    part.finalize(done.rows.x, done.ticket, out_TH=torch.empty(3, 16, device=DEVICE))
+    (y,) = given
+    assert y.data_ptr() != buffers.slots[done.ticket.slot].rows.data_ptr()
+    assert torch.equal(y[:3], rows_of(3))
+
+
+def test_a_lost_rank_is_told_where_no_step_runs_on_the_host(
+    part: NvlinkPrepareAndFinalize, buffers: NvlinkBuffers
+) -> None:
+    part.raise_if_lost()
+    buffers.slots[0].host_failure.fill_(2 << 48 | 3 << 32 | 1234)
+    with pytest.raises(RankLostError, match="nothing came from rank"):
+        part.raise_if_lost()

@@ -171,3 +171,17 @@ def test_rows_go_out_in_fp8_and_come_home_as_the_layer_has_them() -> None:
     again = prepared(part)
     with pytest.raises(UnsupportedError, match=r"y in torch\.float8_e4m3fn in pplx"):
         part.finalize(again.rows.x, again.ticket, out_TH=torch.zeros(3, 512, dtype=torch.bfloat16))
+
+
+def test_a_token_without_experts_comes_home_as_0_whatever_it_holds() -> None:
+    """The library sends it to an expert with a weight of 0, and 0 times NaN is NaN."""
+    transport = Transport()
+    part = part_over(PplxBuffers(SHAPE, [transport], rank=0))
+    transport.combine = lambda out_tokens, **_: out_tokens.fill_(float("nan"))  # type: ignore[method-assign]
+    ids = torch.tensor([[1, 2], [-1, -1], [3, 4]])
+    x = torch.zeros(3, 16, dtype=torch.bfloat16)
+    done = part.prepare(x, ids, torch.ones(3, 2), max_tokens_per_rank=3, router_weight_on_input=False)
+    out = torch.ones(3, 16, dtype=torch.bfloat16)
+    part.finalize(done.rows.x, done.ticket, out_TH=out)
+    assert out.isnan().all(1).tolist() == [True, False, True]
+    assert not out[1].any()

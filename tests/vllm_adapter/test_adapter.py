@@ -382,3 +382,11 @@ def test_a_trace_folder_that_cannot_be_made_stops_before_loading(tmp_path: Path)
     with pytest.raises(SettingsError, match=r"VLLM_MOE_MODULAR_TRACE=.*name a folder"):
         made.load_model(lambda _worker: loaded.append(True), worker_of())
     assert not loaded
+
+
+def test_a_lost_rank_is_told_before_a_step_that_may_be_a_replay() -> None:
+    made, ran = load(NAMED, Layer("a")), []
+    (part,) = [p for p in made.runtime._parts.values() if isinstance(p, LocalPrepareAndFinalize)]
+    part.raise_if_lost = lambda: ran.append("asked")  # type: ignore[method-assign]
+    assert made.execute_model(lambda _, step: ran.append(step) or "output", object(), "step") == "output"
+    assert ran == ["asked", "step"]

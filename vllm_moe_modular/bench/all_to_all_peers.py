@@ -175,7 +175,7 @@ class OurPart(Transfer):
         rows = sent[1].rows
         if self._weighs_at_home and isinstance(rows, StandardRows):
             return rows.x.new_empty((*rows.topk_ids.shape, rows.x.shape[1]), dtype=torch.bfloat16)
-        return rows.x if rows.x_scale is None else torch.empty_like(rows.x, dtype=torch.bfloat16)
+        return torch.empty_like(rows.x, dtype=torch.bfloat16)  # experts do not write where rows lie
 
     def combine(self, sent: tuple[Tokens, Dispatched[Any]], y: torch.Tensor) -> torch.Tensor:
         """See `Transfer`."""

@@ -51,6 +51,7 @@ class Seat:
         waiting: it waits for others; only then does the thread read what they write.
         gave_up_on: the ranks that this one named as lost before it left.
         raised: the error with which this rank left a step, in one line.
+        raised_at: the step that it had begun last when it raised last; -1: never.
         on_raised: called by the thread, while this rank waits, once a peer says that it raised.
         peers: by rank, those that have ever written a beat.
     """
@@ -63,6 +64,7 @@ class Seat:
     waiting: bool = False
     gave_up_on: tuple[int, ...] = ()
     raised: str = ""
+    raised_at: int = -1
     on_raised: Callable[[], None] | None = None
     peers: dict[int, Peer] = field(default_factory=dict)
     beat: int = 0
@@ -70,8 +72,10 @@ class Seat:
 
     @property
     def waits_in_vain(self) -> bool:
-        """A peer raised before it began the step that this rank is in."""
-        return any(peer.raised and peer.step < self.step for peer in self.peers.values())
+        """A peer raised before it began the step that this rank is in, and this rank did not raise there too: what all
+        refuse alike, all may go on after, and one of them later than the others."""
+        raised = (peer for peer in self.peers.values() if peer.raised and peer.step != self.raised_at)
+        return any(peer.step < self.step for peer in raised)
 
 
 class Heartbeat:

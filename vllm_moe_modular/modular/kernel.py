@@ -266,16 +266,20 @@ class ModularKernel:
             max_tokens_per_rank=max_tokens_per_rank,
             router_weight_on_input=router_weight_on_input,
         )
-        rows = dispatched.rows.for_experts(ids_dtype=self.experts.topk_indices_dtype, dtype=x_TH.dtype)
-        mark("prepare", rows)
-        y = self.experts.apply(
-            rows,
-            weights,
-            workspace=self._allocate(self.experts.workspace(rows, weights)),
-            weight_and_reduce_by=by,
-            router_weight_on_input=router_weight_on_input,
-            out_RH=out_TH if self.prepare_finalize.rows_are_tokens else None,
-        )
+        try:
+            rows = dispatched.rows.for_experts(ids_dtype=self.experts.topk_indices_dtype, dtype=x_TH.dtype)
+            mark("prepare", rows)
+            y = self.experts.apply(
+                rows,
+                weights,
+                workspace=self._allocate(self.experts.workspace(rows, weights)),
+                weight_and_reduce_by=by,
+                router_weight_on_input=router_weight_on_input,
+                out_RH=out_TH if self.prepare_finalize.rows_are_tokens else None,
+            )
+        except BaseException:
+            self.prepare_finalize.abandon(dispatched.ticket)
+            raise
         mark("experts")
         if meanwhile is None:
             self.prepare_finalize.finalize(y, dispatched.ticket, out_TH=out_TH)

@@ -166,6 +166,18 @@ class PrepareAndFinalize(ABC, Generic[TicketT]):
             RankLostError: a rank did not take part in time.
         """
 
+    def abandon(self, ticket: TicketT) -> None:
+        """The experts of that `prepare` raised, and there will be no `finalize`: give back what the ticket holds."""
+
+    def raise_if_lost(self) -> None:
+        """Raise what the device noted down of earlier steps, without waiting for it.
+
+        Asked before every step of the server, for in one that is replayed from a CUDA graph no other method is called.
+
+        Raises:
+            RankLostError: a rank did not take part in time.
+        """
+
     def finalize_async(self, y: torch.Tensor, ticket: TicketT, *, out_TH: torch.Tensor) -> Callable[[], None]:
         """Start `finalize`; `out_TH` is written, and `y` may be reused, once the returned function was called."""
         self.finalize(y, ticket, out_TH=out_TH)

@@ -95,6 +95,7 @@ class RankGroup:
         """
         if self._heartbeat is None or self._lost is not None:
             return
+        self._seat.raised_at = self._seat.step
         self._seat.raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
         self._heartbeat.write(self._seat)
 

@@ -161,8 +161,8 @@ class NvlinkPrepareAndFinalize(PrepareAndFinalize[NvlinkTicket]):
     Calls of one process that share buffers are issued in the same order on every rank, and start in that order on the
     device for each slot: on one stream, or on streams that wait for each other. At most two are in flight.
 
-    A peer that does not come in `timeout_s` ends the wait; the step's result is then wrong, no later wait of this
-    process waits, and the next prepare or finalize on the host raises.
+    A peer that does not come in `timeout_s` ends the wait; the step's result is then wrong, no later wait on these
+    buffers waits, and `raise_if_lost`, or the next prepare or finalize on the host, raises.
 
     Args:
         buffers: of the layer's shape, see `buffers_for`.
@@ -248,12 +248,24 @@ class NvlinkPrepareAndFinalize(PrepareAndFinalize[NvlinkTicket]):
         buffers.raise_if_lost(self._timeout_s)
         ticket = NvlinkTicket(buffers.take(), x_TH.shape[0], max(1, max_tokens_per_rank))
         slot, R = buffers.slots[ticket.slot], shape.ranks * ticket.rows_per_rank
-        nvlink_dispatch(
-            slot, x_TH.contiguous(), topk_ids_TK.contiguous(), topk_weights_TK.contiguous(), self._home_G,
-            rows_per_rank=ticket.rows_per_rank, timeout_ns=self._timeout_ns,
-        )  # fmt: skip
+        try:
+            nvlink_dispatch(
+                slot, x_TH.contiguous(), topk_ids_TK.contiguous(), topk_weights_TK.contiguous(), self._home_G,
+                rows_per_rank=ticket.rows_per_rank, timeout_ns=self._timeout_ns,
+            )  # fmt: skip
+        except BaseException:
+            self.abandon(ticket)
+            raise
         x_scale = None if slot.row_scales is None else slot.row_scales[:R]
         return Dispatched(StandardRows(slot.rows[:R], slot.row_ids[:R], slot.row_weights[:R], x_scale), ticket)
+
+    def abandon(self, ticket: NvlinkTicket) -> None:
+        """See `PrepareAndFinalize.abandon`."""
+        self._buffers.give_back(ticket.slot)
+
+    def raise_if_lost(self) -> None:
+        """See `PrepareAndFinalize.raise_if_lost`."""
+        self._buffers.raise_if_lost(self._timeout_s)
 
     def finalize(self, y: torch.Tensor, ticket: NvlinkTicket, *, out_TH: torch.Tensor) -> None:
         """See `PrepareAndFinalize.finalize`. Rows of `y` without an expert here are not read.
@@ -265,11 +277,11 @@ class NvlinkPrepareAndFinalize(PrepareAndFinalize[NvlinkTicket]):
         self._check("y", y, buffers.shape.ranks * ticket.rows_per_rank)
         self._check("out_TH", out_TH, ticket.tokens)
         buffers.raise_if_lost(self._timeout_s)
+        slot = buffers.slots[ticket.slot]
         out = out_TH if out_TH.is_contiguous() else out_TH.new_empty(out_TH.shape)
-        nvlink_combine(
-            buffers.slots[ticket.slot], y.contiguous(),
-            rows_per_rank=ticket.rows_per_rank, timeout_ns=self._timeout_ns, out_TH=out,
-        )  # fmt: skip
+        # A peer may write the rows of its next step while we still add up ours.
+        y = y.clone() if y.data_ptr() == slot.rows.data_ptr() else y.contiguous()
+        nvlink_combine(slot, y, rows_per_rank=ticket.rows_per_rank, timeout_ns=self._timeout_ns, out_TH=out)
         if out is not out_TH:
             out_TH.copy_(out)
         buffers.give_back(ticket.slot)

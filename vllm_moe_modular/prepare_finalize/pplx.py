@@ -232,12 +232,14 @@ class PplxTicket:
         ids: [max(T, 1), K], uint32, as they were sent.
         weights: [max(T, 1), K], float32, of the sum at home.
         bound: [1], uint32, how many tokens were sent.
+        is_empty: [T, 1], tokens that no expert is named of, of which nothing is promised.
     """
 
     slot: int
     ids: torch.Tensor
     weights: torch.Tensor
     bound: torch.Tensor
+    is_empty: torch.Tensor
 
 
 class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
@@ -371,7 +373,10 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
         ids_TK, weights_TK = complete_routing(known_TK, topk_weights_TK, self._fillers_K)
         ids_TK, weights_TK = ids_TK.to(torch.uint32), weights_TK.contiguous()
         bound = tokens_to_send(known_TK).to(torch.uint32)
-        ticket = PplxTicket(slot=self._buffers.take(), ids=ids_TK, weights=weights_TK, bound=bound)
+        is_empty = (known_TK < 0).all(dim=1, keepdim=True)
+        ticket = PplxTicket(
+            slot=self._buffers.take(), ids=ids_TK, weights=weights_TK, bound=bound, is_empty=is_empty[:T]
+        )
         try:
             return Dispatched(self._dispatch(padded_rows(x_TH, shape.hidden, least_rows=1), ticket), ticket)
         except BaseException:
@@ -424,6 +429,7 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
             self._buffers.give_back(ticket.slot)
         if not fits:
             out_TH.copy_(home[:T, :H])
+        out_TH.masked_fill_(ticket.is_empty, 0)  # a weight of 0 on NaN is NaN
 
     def _check(self, name: str, t: torch.Tensor, want: tuple[int, ...]) -> None:
         """The kernels trust the shape that the buffers were reserved for."""

@@ -129,6 +129,15 @@ class Adapter(ABC):
         if self._held_bytes and self.profile_misses_set_up:  # none on a CPU, whose runners keep no such count
             worker.model_runner.model_memory_usage += self._held_bytes
 
+    def execute_model(self, original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of `Worker.execute_model`: in a step that is replayed from a graph, nobody else of ours asks.
+
+        Raises:
+            RankLostError: a rank did not take part in an earlier step in time.
+        """
+        self.runtime.raise_if_lost()
+        return original(worker, *args, **kwargs)
+
     def loads_dummy_weights(self, *args: Any, **kwargs: Any) -> bool:
         """Whether this load is that of an elastic scale-up, whose weights come later."""
         return bool(kwargs.get("load_dummy_weights", args[0] if args else False))

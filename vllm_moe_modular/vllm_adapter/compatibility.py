@@ -117,6 +117,8 @@ _SINCE_0_28: tuple[Expectation, ...] = (
         for field in ("mode", "splitting_ops", "cudagraph_mode", "use_inductor_graph_partition")
     ),
     Overrides("vllm.v1.worker.gpu_worker:Worker.load_model", ("load_dummy_weights",)),
+    Overrides("vllm.v1.worker.gpu_worker:Worker.execute_model", ("scheduler_output",)),
+    Reads("vllm.config.model:ModelConfig.enable_sleep_mode"),
     Reads("vllm.v1.worker.gpu_worker:Worker.reload_weights"),
     Reads(f"{_MOE}.prepare_finalize.no_dp_ep:MoEPrepareAndFinalizeNoDPEPModular"),
     Reads(f"{_KERNEL}.fused_experts"),
@@ -160,6 +162,8 @@ _BOTH_0_11: tuple[Expectation, ...] = (
     Reads(f"{_LAYER}.shared_experts"),
     Reads(f"{_LAYER}.zero_expert_num"),
     Overrides("vllm.v1.worker.gpu_worker:Worker.load_model", ()),
+    Overrides("vllm.v1.worker.gpu_worker:Worker.execute_model", ("scheduler_output",)),
+    Reads("vllm.config.model:ModelConfig.enable_sleep_mode"),
     Reads("vllm.forward_context:ForwardContext.dp_metadata"),
     Reads("vllm.forward_context:DPMetadata.max_tokens_across_dp_cpu"),
     Reads("vllm.distributed.parallel_state:get_ep_group"),

@@ -222,6 +222,13 @@ class Adapter(adapter.Adapter):
                 remove_when="0.11 is no longer supported",
             ),
             Patch(
+                target="vllm.v1.worker.gpu_worker:Worker.execute_model",
+                wrapper=self.execute_model,
+                why="a step that is replayed from a CUDA graph runs no line of ours, and a lost rank has to be told",
+                upstream="vLLM has no hook before a step",
+                remove_when="0.11 is no longer supported",
+            ),
+            Patch(
                 target=f"{unquantized}.process_weights_after_loading",
                 wrapper=self.process_weights,
                 why="vLLM prepacks the weights for its own kernel on some devices, and the plain layout is lost",

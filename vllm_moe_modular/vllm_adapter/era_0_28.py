@@ -329,6 +329,13 @@ class Adapter(adapter.Adapter):
                 upstream="vLLM pull request 50556 would let a prepare/finalize be registered by name",
                 remove_when="all-to-alls and experts can both be registered with vLLM",
             ),
+            Patch(
+                target="vllm.v1.worker.gpu_worker:Worker.execute_model",
+                wrapper=self.execute_model,
+                why="a step that is replayed from a CUDA graph runs no line of ours, and a lost rank has to be told",
+                upstream="vLLM has no hook before a step",
+                remove_when="vLLM has one",
+            ),
             *(
                 Patch(
                     target=f"{method}.process_weights_after_loading",

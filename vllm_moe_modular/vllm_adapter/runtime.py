@@ -164,6 +164,16 @@ class Runtime:
             self._parts[key] = part.load().build(context)
         return self._parts[key]
 
+    def raise_if_lost(self) -> None:
+        """Of every all-to-all of the model's layers.
+
+        Raises:
+            RankLostError: a rank did not take part in an earlier step in time.
+        """
+        for part in self._parts.values():
+            if isinstance(part, PrepareAndFinalize):
+                part.raise_if_lost()
+
     def record(self, outcome: str, layer_name: str) -> None:
         """Remember what was done with a layer, for the summary."""
         self.outcomes.setdefault(outcome, []).append(layer_name)
