@@ -299,3 +299,24 @@ def test_a_missing_library_is_named_with_both_its_names() -> None:
     selection = select(registry, QWEN3_30B, H200, experts="deep_gemm", missing={part.target: [f"module {library}"]})
     with pytest.raises(NoUsablePartError, match=r"module vllm\.third_party\.deep_gemm or deep_gemm is not installed"):
         selection.require()
+
+
+@pytest.mark.parametrize("name", ["triton", "triton_batched"])
+@pytest.mark.parametrize(
+    ("changes", "device", "says"),
+    [
+        ({}, Device(kind="cuda", sm=80), "no float8_e4m3fn on compute capability 8.0"),
+        ({"dtype": "float32"}, H200, "fp8 weights with rows in float32"),
+        ({"intermediate": 96}, H200, "intermediate 96 is not a multiple of 128"),
+        ({"activation": "swigluoai"}, H200, "gates and ups lie interleaved"),
+        ({"intermediate": 96, "quant_scheme": "fp8"}, H200, ""),
+        ({"intermediate": 128}, H200, ""),
+    ],
+)
+def test_what_experts_would_refuse_of_fp8_at_the_first_forward_is_said_before(
+    name: str, changes: dict[str, Any], device: Device, says: str
+) -> None:
+    part = next(p for p in builtin_registry().of(PartKind.EXPERTS) if p.name == name)
+    problem = replace(DP2_EP, **{"quant_scheme": "fp8 128x128", "dtype": "bfloat16", "intermediate": 256} | changes)
+    objections = part.objections(problem, device)
+    assert any(says in why for why in objections) if says else not objections

@@ -100,6 +100,35 @@ def compute_capability(*known: int) -> Check:
     return check
 
 
+def fp8_in_triton(problem: Problem, device: Device) -> str | None:
+    """For kernels that read weights in float8_e4m3fn, which Triton has from compute capability 8.9 on."""
+    if problem.quant_scheme == "none" or device.kind != "cuda" or device.sm >= 89:
+        return None
+    where = f"{device.sm // 10}.{device.sm % 10}"
+    return f"Triton has no float8_e4m3fn on compute capability {where}; leave the layer to vLLM"
+
+
+def fp8_with_16_bits(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For experts that quantise rows themselves."""
+    if problem.quant_scheme == "none" or problem.dtype != "float32":
+        return None
+    return "fp8 weights with rows in float32; serve with --dtype bfloat16, or use the torch experts"
+
+
+def fp8_blocks_of_one_half(problem: Problem, device: Device) -> str | None:  # noqa: ARG001
+    """For experts in which no block of 128 x 128 with one scale may hold both gates and ups."""
+    if not problem.quant_scheme.endswith("128x128"):
+        return None
+    if problem.activation == "swigluoai":
+        return "gates and ups lie interleaved in blocks of 128 x 128 with one scale; use the torch experts"
+    if problem.intermediate % 128:
+        return (
+            f"intermediate {problem.intermediate} is not a multiple of 128, the size of a block with one scale; use a "
+            "smaller tensor-parallel size or expert parallelism, or the torch experts"
+        )
+    return None
+
+
 def compared_when_served(*schemes: str) -> Check:
     """A reservation: where a served model was not yet compared with vLLM's own kernels, on tokens and on speed.
 
