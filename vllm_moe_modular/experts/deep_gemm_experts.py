@@ -115,6 +115,7 @@ class DeepGemmExperts(PermuteExpertsUnpermute):
 
     activation_format: ClassVar[ActivationFormat] = ActivationFormat.STANDARD
     weight_and_reduce_by: ClassVar[frozenset[WeightAndReduceBy]] = frozenset({WeightAndReduceBy.EXPERTS})
+    compiles_by_rows: ClassVar[bool] = True
 
     def __init__(self, activation: Activation, *, library: DeepGemm | None = None) -> None:
         self._activation = gated(activation, experts="deep_gemm")

@@ -65,6 +65,7 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     activation_format: ClassVar[ActivationFormat] = ActivationFormat.STANDARD
     weight_and_reduce_by: ClassVar[frozenset[WeightAndReduceBy]] = frozenset({WeightAndReduceBy.EXPERTS})
+    compiles_by_rows: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ class TritonOrDeepGemmExperts(PermuteExpertsUnpermute):
 
     activation_format: ClassVar[ActivationFormat] = ActivationFormat.STANDARD
     weight_and_reduce_by: ClassVar[frozenset[WeightAndReduceBy]] = frozenset({WeightAndReduceBy.EXPERTS})
+    compiles_by_rows: ClassVar[bool] = True
 
     def __init__(
         self, triton: PermuteExpertsUnpermute, deep_gemm: PermuteExpertsUnpermute, *, tuned: TunedTable = NO_TABLE

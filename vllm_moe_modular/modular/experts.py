@@ -97,6 +97,9 @@ class PermuteExpertsUnpermute(ABC):
     topk_indices_dtype: ClassVar[torch.dtype | None] = None
     """The dtype that topk_ids must have; None: int32 and int64 both do."""
 
+    compiles_by_rows: ClassVar[bool] = False
+    """Whether steps of some sizes need kernels that others do not, which a compiler makes at the first of them."""
+
     def workspace(self, rows: Rows, weights: ExpertWeights) -> Sequence[BufferSpec]:  # noqa: ARG002
         """The scratch tensors of one call of `apply` on such rows."""
         return ()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -65,6 +66,17 @@ def rounds_of(tokens: int, max_tokens_per_rank: int, tokens_per_round: int | Non
     bounds = [min(per_round, max_tokens_per_rank - start) for start in starts]
     ends = [*(start + per_round for start in starts[:-1]), max(tokens, max_tokens_per_rank)]
     return [(slice(start, end), bound) for start, end, bound in zip(starts, ends, bounds, strict=True)]
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """Numbers of rows that between them need every kernel of a step with up to `most`: four in each doubling, and one
+    less than each, because kernels differ by whether 16 divides a number."""
+    quarters = {2**i * q // 4 for i in range(most.bit_length()) for q in (4, 5, 6, 7)}
+    return sorted(R for R in {most, *quarters, *(R - 1 for R in quarters)} if 1 <= R <= most)
+
+
+_compiled: WeakKeyDictionary[PermuteExpertsUnpermute, dict[tuple[object, ...], int]] = WeakKeyDictionary()
+"""Of each expert kernel, up to how many rows it was compiled for, by the shape of the weights."""
 
 
 class ModularKernel:
@@ -142,6 +154,42 @@ class ModularKernel:
             for fp8 in ((False, True) if fp8_rows else (False,))
         ]
         return max(sum(s.nbytes for s in self.experts.workspace(rows, weights)) for rows in rows_of_steps)
+
+    def compile_ahead(
+        self,
+        weights: ExpertWeights,
+        *,
+        max_tokens_per_rank: int,
+        top_k: int,
+        dtype: torch.dtype,
+        fp8_rows: bool = False,
+        router_weight_on_input: bool = False,
+    ) -> None:
+        """Run the experts on rows without one, at sizes that between them need every kernel, so that no step of up to
+        `max_tokens_per_rank` tokens waits for a compiler. Once for weights of a shape; see `workspace_bytes`."""
+        shape = (weights.w13.shape, weights.w13.dtype, top_k, dtype, fp8_rows, router_weight_on_input)
+        most = self.prepare_finalize.most_rows(max_tokens_per_rank)
+        compiled = _compiled.setdefault(self.experts, {})
+        if not self.experts.compiles_by_rows or compiled.get(shape, 0) >= most:
+            return
+        compiled[shape] = most
+        by = self.prepare_finalize.weight_and_reduce_by
+        for fp8 in (False, True) if fp8_rows else (False,):
+            empty = self._empty_rows(weights, most, top_k=top_k, dtype=dtype, fp8=fp8)
+            assert isinstance(empty, StandardRows), "the batched format has one size"
+            x, ids = empty.x.new_zeros(empty.x.shape), empty.topk_ids.new_full(empty.topk_ids.shape, -1)
+            topk_weights, x_scale = empty.topk_weights.new_zeros(empty.topk_weights.shape), empty.x_scale
+            x_scale = None if x_scale is None else x_scale.new_ones(x_scale.shape)
+            for R in sizes_up_to(most):
+                scale = None if x_scale is None else x_scale[:R]
+                rows = StandardRows(x[:R], ids[:R], topk_weights[:R], x_scale=scale, out_dtype=dtype)
+                self.experts.apply(
+                    rows,
+                    weights,
+                    workspace=self._allocate(self.experts.workspace(rows, weights)),
+                    weight_and_reduce_by=by,
+                    router_weight_on_input=router_weight_on_input,
+                )
 
     def _empty_rows(self, weights: ExpertWeights, R: int, *, top_k: int, dtype: torch.dtype, fp8: bool) -> Rows:
         """Rows of the right shapes without memory of their own."""

@@ -84,6 +84,28 @@ class TwoKernels:
             for kernel, tokens in most.items()
         )
 
+    def compile_ahead(
+        self,
+        weights: ExpertWeights,
+        *,
+        max_tokens_per_rank: int,
+        top_k: int,
+        dtype: torch.dtype,
+        fp8_rows: bool = False,
+        router_weight_on_input: bool = False,
+    ) -> None:
+        """See `ModularKernel.compile_ahead`."""
+        most = {self.small: min(self.most_small, max_tokens_per_rank), self.large: max_tokens_per_rank}
+        for kernel, tokens in most.items():
+            kernel.compile_ahead(
+                weights,
+                max_tokens_per_rank=tokens,
+                top_k=top_k,
+                dtype=dtype,
+                fp8_rows=fp8_rows,
+                router_weight_on_input=router_weight_on_input,
+            )
+
     def apply(
         self,
         x_TH: torch.Tensor,

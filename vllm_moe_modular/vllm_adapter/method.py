@@ -54,15 +54,16 @@ def maybe_make_fused_moe_modular_method(
     captured = -(-problem.captured_tokens // share)
     kernel = runtime.build_kernel(plan.choice, context, most_small=max(context.low_latency_tokens, captured))
     if reads_weights:
-        runtime.workspace.reserve(
-            kernel.workspace_bytes(
-                layer.weights(),
-                max_tokens_per_rank=capacity,
-                top_k=problem.top_k,
-                dtype=context.dtype,
-                fp8_rows=context.fp8_rows,
-            )
-        )
+        weights = layer.weights()
+        steps: Any = {
+            "max_tokens_per_rank": capacity,
+            "top_k": problem.top_k,
+            "dtype": context.dtype,
+            "fp8_rows": context.fp8_rows,
+        }
+        runtime.workspace.reserve(kernel.workspace_bytes(weights, **steps))
+        if layer.device.type == "cuda":
+            kernel.compile_ahead(weights, router_weight_on_input=layer.router_weight_on_input, **steps)
     forward = ModularForward(kernel, layer, reads_weights=reads_weights, tokens_bound=adapter.tokens_bound)
     return adapter.make_method(layer, forward)
 
