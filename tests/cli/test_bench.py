@@ -88,6 +88,7 @@ def test_bad_options_of_all_to_all_are_named(options: list[str], says: str, caps
 def test_ranks_share_a_gpu_only_where_that_was_asked_for_and_there_are_too_few(
     gpus: int, options: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert main(["bench", "all-to-all", *options]) == 2

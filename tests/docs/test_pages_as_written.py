@@ -134,6 +134,7 @@ def test_the_quickstart_says_rightly_what_auto_does(capsys: pytest.CaptureFixtur
 def test_the_quickstart_shows_the_line_that_is_logged_on_gpus(
     all2all: str, ranks: int, hosts: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("triton")
     runtime = pytest.importorskip("vllm_moe_modular.vllm_adapter.runtime")
     qwen3 = Problem(
         num_experts=128, num_local_experts=128 // ranks, top_k=8, hidden=2048, intermediate=768, dp_size=ranks,

@@ -99,7 +99,7 @@ def test_named_parts_of_our_own_run_on_a_gpu() -> None:
 
 
 def test_auto_leaves_a_gpu_to_vllm_and_says_why() -> None:
-    selection = select(builtin_registry(), DP2_EP, H200)
+    selection = select(builtin_registry(), DP2_EP, H200, missing={})
     assert selection.choice is None
     assert "not yet compared with vLLM's kernels in a served model" in selection.why_not
 
