@@ -98,7 +98,8 @@ class PermuteExpertsUnpermute(ABC):
     """The dtype that topk_ids must have; None: int32 and int64 both do."""
 
     compiles_by_rows: ClassVar[bool] = False
-    """Whether steps of some sizes need kernels that others do not, which a compiler makes at the first of them."""
+    """Whether steps of some sizes need kernels that others do not, which a compiler makes at the first of them. Of the
+    standard format; blocks have one size."""
 
     def workspace(self, rows: Rows, weights: ExpertWeights) -> Sequence[BufferSpec]:  # noqa: ARG002
         """The scratch tensors of one call of `apply` on such rows."""

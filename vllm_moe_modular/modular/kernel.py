@@ -167,16 +167,18 @@ class ModularKernel:
     ) -> None:
         """Run the experts on rows without one, at sizes that between them need every kernel, so that no step of up to
         `max_tokens_per_rank` tokens waits for a compiler. Once for weights of a shape; see `workspace_bytes`."""
+        if not self.experts.compiles_by_rows or self.experts.activation_format is ActivationFormat.BATCHED:
+            return
         shape = (weights.w13.shape, weights.w13.dtype, top_k, dtype, fp8_rows, router_weight_on_input)
         most = self.prepare_finalize.most_rows(max_tokens_per_rank)
         compiled = _compiled.setdefault(self.experts, {})
-        if not self.experts.compiles_by_rows or compiled.get(shape, 0) >= most:
+        if compiled.get(shape, 0) >= most:
             return
         compiled[shape] = most
         by = self.prepare_finalize.weight_and_reduce_by
         for fp8 in (False, True) if fp8_rows else (False,):
             empty = self._empty_rows(weights, most, top_k=top_k, dtype=dtype, fp8=fp8)
-            assert isinstance(empty, StandardRows), "the batched format has one size"
+            assert isinstance(empty, StandardRows), "the batched format has one size, of its first call"
             x, ids = empty.x.new_zeros(empty.x.shape), empty.topk_ids.new_full(empty.topk_ids.shape, -1)
             topk_weights, x_scale = empty.topk_weights.new_zeros(empty.topk_weights.shape), empty.x_scale
             x_scale = None if x_scale is None else x_scale.new_ones(x_scale.shape)
