@@ -26,6 +26,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 CASE_TIMEOUT_S = 30.0
 """After it a case counts as hanging and its ranks are killed. A rank misses its peers after `LOSS_TIMEOUT_S`."""
 
+STEPS_TIMEOUT_S = 120.0
+"""The same of the random steps, which a machine that is busy with other things takes long for."""
+
 LOSS_TIMEOUT_S = 8.0
 
 SCHEMES = ("fp8", "fp8 128x128")
@@ -205,12 +208,13 @@ def _run_case(
     times: int,
 ) -> bool:
     """Run one case and note what came of it; whether its ranks had to be given up because of a fault."""
-    from vllm_moe_modular.testing.conformance.prepare_finalize_cases import KILLED
+    from vllm_moe_modular.testing.conformance.prepare_finalize_cases import KILLED, RANDOM_STEPS_CASE
 
+    timeout_s = STEPS_TIMEOUT_S if name == RANDOM_STEPS_CASE else CASE_TIMEOUT_S
     dying = [1] if name == KILLED else []
     call = kind, build, name, tuple(dtypes), loss_timeout_s * times
     try:
-        answers = ranks.run(_on_rank, *call, timeout_s=CASE_TIMEOUT_S * times, dying=dying)
+        answers = ranks.run(_on_rank, *call, timeout_s=timeout_s * times, dying=dying)
     except RankFailedError as error:
         what = str(error).splitlines()[0]
         report.findings.append(Finding(name, f"{what}: a rank may not hang, nor take its process down"))
