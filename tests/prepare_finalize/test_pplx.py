@@ -12,15 +12,8 @@ import torch
 from vllm_moe_modular.errors import MoEModularError, ShapeError, UnsupportedError
 from vllm_moe_modular.kernels.quantize_fp8 import rows_in_fp8
 from vllm_moe_modular.modular.placement import ExpertPlacement
-from vllm_moe_modular.prepare_finalize.pplx import (
-    PplxBuffers,
-    PplxPrepareAndFinalize,
-    PplxShape,
-    complete_routing,
-    fp8_scales,
-    load_pplx,
-    tokens_to_send,
-)
+from vllm_moe_modular.prepare_finalize.pplx import PplxPrepareAndFinalize, complete_routing, tokens_to_send
+from vllm_moe_modular.prepare_finalize.pplx_library import PplxBuffers, PplxShape, fp8_scales, load_pplx
 
 SHAPE = PplxShape(tokens_per_round=4, hidden=16, dtype=torch.bfloat16, experts=8, top_k=2)
 

@@ -35,7 +35,7 @@ from vllm_moe_modular.prepare_finalize.deepep_library import (
     require_low_latency,
     topk_ids_dtype,
 )
-from vllm_moe_modular.prepare_finalize.pplx import HIDDEN_STEP, PplxShape, fp8_scales, pplx_buffers
+from vllm_moe_modular.prepare_finalize.pplx_library import HIDDEN_STEP, PplxShape, fp8_scales, pplx_buffers
 from vllm_moe_modular.testing.ranks import Here
 
 

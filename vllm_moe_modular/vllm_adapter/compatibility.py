@@ -108,6 +108,7 @@ _SINCE_0_28: tuple[Expectation, ...] = (
         Reads(f"{_MOE}.config:FusedMoEParallelConfig.{field}")
         for field in ("dp_size", "pcp_size", "ep_size", "ep_rank", "enable_eplb", "is_sequence_parallel")
     ),
+    Calls(f"{_MOE}.config:fp8_w8a8_moe_quant_config", ("w1_scale", "w2_scale", "block_shape")),
     Reads("vllm.config.parallel:ParallelConfig.enable_elastic_ep"),
     Overrides("vllm.config.vllm:VllmConfig.__post_init__", ()),
     Reads("vllm.config.model:ModelConfig.is_moe"),

@@ -14,7 +14,6 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context, is_forward_context_available
-from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import (
     FusedMoEModularMethod as VllmFusedMoEModularMethod,
 )
@@ -30,21 +29,18 @@ from vllm_moe_modular.modular.experts import Activation, ExpertWeights
 from vllm_moe_modular.modular.two_kernels import Kernel
 from vllm_moe_modular.selection.problem import Problem
 from vllm_moe_modular.vllm_adapter import adapter
-from vllm_moe_modular.vllm_adapter.fp8_weights import fp8_scale, fp8_scheme, keep_fp8_weights
+from vllm_moe_modular.vllm_adapter.fp8_weights import fp8_quant_config, fp8_scale, fp8_scheme, keep_fp8_weights
 from vllm_moe_modular.vllm_adapter.graphs import moe_is_outside_graphs, take_moe_out_of_graphs
 from vllm_moe_modular.vllm_adapter.layer import MoELayer, Ranks, make_activation, unwrapped
 from vllm_moe_modular.vllm_adapter.method import ModularForward, no_modular_form
 from vllm_moe_modular.vllm_adapter.patches import Patch
 from vllm_moe_modular.vllm_adapter.runtime import logger, named_parts
-from vllm_moe_modular.vllm_adapter.vllm_experts import VllmExperts, why_not_reusable
+from vllm_moe_modular.vllm_adapter.vllm_experts import VllmExperts, why_not_reusable, why_not_transferred
 
 _FORMATS = {
     ActivationFormat.STANDARD: mk.FusedMoEActivationFormat.Standard,
     ActivationFormat.BATCHED: mk.FusedMoEActivationFormat.BatchedExperts,
 }
-
-_LOADED_BY_NAME = ("modelopt", "compressed")
-"""In names of quant methods that `RoutedExperts.weight_loader` treats otherwise."""
 
 
 class RoutedExpertsLayer(MoELayer):
@@ -106,10 +102,7 @@ class RoutedExpertsLayer(MoELayer):
         to_be_processed = type(method) is UnquantizedFusedMoEMethod or fp8_scheme(method) is not None
         if to_be_processed and getattr(method, "moe_kernel", None) is None:
             return no_modular_form(method) if getattr(method, "is_monolithic", False) else ""
-        name = type(method).__name__
-        if self._receives_weights and any(word in name.lower() for word in _LOADED_BY_NAME):
-            return f"vLLM's weight transfer loads tensors of {name} by the name of the method, which ours does not have"
-        return why_not_reusable(method)
+        return (self._receives_weights and why_not_transferred(method)) or why_not_reusable(method)
 
     def keep_weights(self) -> None:
         if fp8_scheme(self.quant_method) is not None:
@@ -118,12 +111,7 @@ class RoutedExpertsLayer(MoELayer):
     def quant_config_of_kept_weights(self, method: Any) -> Any:
         if fp8_scheme(method) is None:
             return super().quant_config_of_kept_weights(method)
-        # Not that of the backend that vLLM chose: FlashInfer's multiplies scales that its own processing makes fit.
-        return fp8_w8a8_moe_quant_config(
-            w1_scale=fp8_scale(self.module, "w13"),
-            w2_scale=fp8_scale(self.module, "w2"),
-            block_shape=getattr(method, "moe_block_shape", None) or method.weight_block_size,
-        )
+        return fp8_quant_config(self.module, method)
 
     @property
     def weights_missing(self) -> str:

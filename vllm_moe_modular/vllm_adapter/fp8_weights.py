@@ -6,6 +6,7 @@ Letters: E local experts, N output columns (2F of the first GEMM, H of the secon
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
     CompressedTensorsW8A8Fp8MoEMethod,
 )
@@ -20,7 +21,7 @@ def fp8_scheme(quant_method: Any) -> str | None:
     if type(quant_method) not in (Fp8MoEMethod, CompressedTensorsW8A8Fp8MoEMethod):
         return None
     name = "fp8" if type(quant_method) is Fp8MoEMethod else "compressed-tensors float8"
-    block = getattr(quant_method, "moe_block_shape", None) or quant_method.weight_block_size
+    block = _block_of(quant_method)
     return name if block is None else f"{name} {'x'.join(map(str, block))}"
 
 
@@ -44,3 +45,18 @@ def fp8_scale(module: Any, weight: str) -> torch.Tensor:
 
 def _scale_of(module: Any, weight: str) -> tuple[str, Any]:
     return next((n, getattr(module, n)) for n in (f"{weight}_{name}" for name in _NAMES) if hasattr(module, n))
+
+
+def fp8_quant_config(module: Any, quant_method: Any) -> Any:
+    """What vLLM's readers find as `moe_quant_config` of kept weights.
+
+    Not that of the kernel that vLLM chose: FlashInfer's multiplies scales that only its own processing makes fit.
+    """
+    return fp8_w8a8_moe_quant_config(
+        w1_scale=fp8_scale(module, "w13"), w2_scale=fp8_scale(module, "w2"), block_shape=_block_of(quant_method)
+    )
+
+
+def _block_of(quant_method: Any) -> list[int] | None:
+    """Rows and columns that share a scale, where they do."""
+    return getattr(quant_method, "moe_block_shape", None) or quant_method.weight_block_size

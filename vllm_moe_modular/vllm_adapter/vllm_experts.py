@@ -25,6 +25,9 @@ from vllm_moe_modular.modular.prepare_finalize import Rows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.vllm_adapter.method import no_modular_form
 
+_LOADED_BY_NAME = ("modelopt", "compressed")
+"""In names of quant methods that `RoutedExperts.weight_loader` treats otherwise."""
+
 
 def why_not_reusable(quant_method: Any) -> str:
     """Why the expert kernel of a method whose weights were processed cannot be reused; empty: it can."""
@@ -37,6 +40,14 @@ def why_not_reusable(quant_method: Any) -> str:
     if kernel.fused_experts.activation_format() is not mk.FusedMoEActivationFormat.Standard:
         return f"vLLM's {experts} takes the batched format; leave --all2all-backend at its default"
     return ""
+
+
+def why_not_transferred(quant_method: Any) -> str:
+    """Why weights that vLLM sends while serving would not find their place behind a method of ours; empty: they do."""
+    name = type(quant_method).__name__
+    if not any(word in name.lower() for word in _LOADED_BY_NAME):
+        return ""
+    return f"vLLM's weight transfer loads tensors of {name} by the name of the method, which ours does not have"
 
 
 class VllmExperts(PermuteExpertsUnpermute):
