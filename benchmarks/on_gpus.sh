@@ -116,7 +116,7 @@ for part in "$@"; do
     eplb)
         shared_gpu_nccl
         run 300 python -m benchmarks.serving tokens --out "$out/eplb.jsonl" --ranks 2 --models qwen3_moe \
-            --all2all nvlink allgather --engine "$eplb"
+            --all2all nvlink allgather --engine-on "$eplb"
         ;;
     links)
         run 200 python -m pytest -q -p no:cacheprovider -m multi_gpu tests/prepare_finalize

@@ -85,12 +85,14 @@ class Plan:
     Attributes:
         ranks: with one, the all-to-all is `local`.
         extra: more arguments of vLLM's, with and without the plugin.
+        extra_on: more of those with it, over `ranks`, as what one rank does not take.
     """
 
     experts: Sequence[str]
     all2alls: Sequence[str]
     ranks: int
     extra: Mapping[str, Any]
+    extra_on: Mapping[str, Any]
 
     def variants(self) -> dict[str, dict[str, str]]:
         """The settings by name: each pair of parts."""
@@ -135,7 +137,10 @@ def check_together(models: Sequence[str], plan: Plan, folder: Path) -> Iterator[
                 } | ({} if latent else {"attention_backend": "TRITON_ATTN"}) | plan.extra  # fmt: skip
                 for name, settings in ({"off": OFF} | plan.variants()).items():
                     log = folder / f"{family}-{quantization}-{dtype}-{name.replace(' ', '-')}.log"
-                    engine = start(name, settings, arguments, log, ranks=1 if name == "off" else plan.ranks)
+                    if name == "off":
+                        engine = start(name, settings, arguments, log, ranks=1)
+                    else:
+                        engine = start(name, settings, arguments | plan.extra_on, log, ranks=plan.ranks)
                     engines.setdefault((model, dtype), []).append(engine)
                     stack.callback(engine.stop)
         truth = {model: hugging_face(twin, prompts) for model, twin in twins.items()}
@@ -258,6 +263,7 @@ def main() -> None:
         "each would have taken is not compared",
     )  # fmt: skip
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vLLM's")
+    parser.add_argument("--engine-on", type=json.loads, default={}, metavar="JSON", help="more, with the plugin")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -267,7 +273,7 @@ def main() -> None:
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{args.what}-", dir=args.out.parent))
-    plan = Plan(args.experts, args.all2all, args.ranks, args.engine)
+    plan = Plan(args.experts, args.all2all, args.ranks, args.engine, args.engine_on)
     if args.what == "tokens":
         results = check_tokens(args.models, plan, folder)
     else:

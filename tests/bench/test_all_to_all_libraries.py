@@ -120,6 +120,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         "high_throughput_buffer": lambda *_: high,
         "low_latency_buffer": lambda *_, **__: high,
         "pplx_buffers": lambda *_: SimpleNamespace(transports=[AllToAll()]),
+        "multiprocessors": lambda _: 132,
     }.items():
         monkeypatch.setattr(libraries, name, value)
 

@@ -13,7 +13,7 @@ from vllm_moe_modular.errors import MoEModularError, ShapeError, UnsupportedErro
 from vllm_moe_modular.kernels.quantize_fp8 import rows_in_fp8
 from vllm_moe_modular.modular.placement import ExpertPlacement
 from vllm_moe_modular.prepare_finalize.pplx import PplxPrepareAndFinalize, complete_routing, tokens_to_send
-from vllm_moe_modular.prepare_finalize.pplx_library import PplxBuffers, PplxShape, fp8_scales, load_pplx
+from vllm_moe_modular.prepare_finalize.pplx_library import PplxBuffers, PplxShape, fp8_scales, load_pplx, pplx_round
 
 SHAPE = PplxShape(tokens_per_round=4, hidden=16, dtype=torch.bfloat16, experts=8, top_k=2)
 
@@ -56,6 +56,20 @@ def test_any_routing_keeps_its_sum_and_names_each_expert_once(K: int) -> None:
 def test_tokens_at_the_end_without_experts_are_not_sent() -> None:
     assert tokens_to_send(torch.tensor([[-1, 2], [-1, -1], [0, 1], [-1, -1]])).tolist() == [3]
     assert tokens_to_send(torch.tensor([[-1, -1]])).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "capacity", "ranks", "want"),
+    [
+        pytest.param(256, 8192, 2, 132, id="a token for each program on one host"),
+        pytest.param(64, 8192, 2, 64, id="the setting is less"),
+        pytest.param(256, 16, 2, 16, id="a step is less"),
+        pytest.param(256, 8192, 16, 256, id="several hosts"),
+        pytest.param(256, 0, 2, 1, id="nothing"),
+    ],
+)
+def test_tokens_of_a_round(limit: int, capacity: int, ranks: int, want: int) -> None:
+    assert pplx_round(limit, capacity, ranks, multiprocessors=132) == want
 
 
 def test_a_third_call_in_flight_is_refused() -> None:

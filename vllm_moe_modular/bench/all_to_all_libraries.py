@@ -19,6 +19,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from vllm_moe_modular.bench.all_to_all_cases import FP8, LINK, NCCL, Case
 from vllm_moe_modular.bench.all_to_all_peers import EXPERT_ROWS, Tokens, Transfer, draw, group_of
 from vllm_moe_modular.errors import UnsupportedError
+from vllm_moe_modular.kernels.launch import multiprocessors
 from vllm_moe_modular.kernels.quantize_fp8 import GROUP, rows_in_fp8
 from vllm_moe_modular.modular.fp8 import dequantized_rows
 from vllm_moe_modular.modular.placement import ExpertPlacement
@@ -35,7 +36,7 @@ from vllm_moe_modular.prepare_finalize.deepep_library import (
     require_low_latency,
     topk_ids_dtype,
 )
-from vllm_moe_modular.prepare_finalize.pplx_library import HIDDEN_STEP, PplxShape, fp8_scales, pplx_buffers
+from vllm_moe_modular.prepare_finalize.pplx_library import HIDDEN_STEP, PplxShape, fp8_scales, pplx_buffers, pplx_round
 from vllm_moe_modular.testing.ranks import Here
 
 
@@ -181,7 +182,7 @@ class Pplx(Transfer):
             raise UnsupportedError(
                 f"pplx_kernels with rows of {case.H} columns in fp8", instead="it sends multiples of 512 columns so"
             )
-        L = max(1, min(case.low_latency_tokens, case.capacity_tokens))
+        L = pplx_round(case.low_latency_tokens, case.capacity_tokens, here.size, multiprocessors(here.device))
         shape = PplxShape(
             tokens_per_round=L, hidden=case.H, dtype=torch.float8_e4m3fn if self.sends_fp8 else torch.bfloat16,
             experts=case.G, top_k=case.K,

@@ -12,7 +12,8 @@ from vllm_moe_modular.kernels.gemm_tiles import HOPPER_SHARED_MEMORY_BYTES, Gemm
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of the GPU; 1 where the interpreter runs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -49,12 +50,12 @@ def grid_of(rows: AlignedRows, tiles_across: int, tile: GemmTile, device: torch.
     most = rows.blocks.shape[0] * tiles_across
     if tile.programs_per_sm == 0:
         return (most,)
-    return (min(most, tile.programs_per_sm * _multiprocessors(device)),)
+    return (min(most, tile.programs_per_sm * multiprocessors(device)),)
 
 
 def grid_over(most_tiles: int, device: torch.device, *, programs_per_sm: int) -> tuple[int]:
     """For programs that go through tiles whose number the device knows: as many as run at a time or may be needed."""
-    return (max(1, min(most_tiles, programs_per_sm * _multiprocessors(device))),)
+    return (max(1, min(most_tiles, programs_per_sm * multiprocessors(device))),)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import torch
 
 from vllm_moe_modular.activation_format import ActivationFormat
 from vllm_moe_modular.errors import CapacityError, ShapeError, UnsupportedError
+from vllm_moe_modular.kernels.launch import multiprocessors
 from vllm_moe_modular.kernels.quantize_fp8 import rows_in_fp8
 from vllm_moe_modular.modular.build import BuildContext
 from vllm_moe_modular.modular.placement import ExpertPlacement
@@ -24,6 +25,7 @@ from vllm_moe_modular.prepare_finalize.pplx_library import (
     PplxShape,
     fp8_scales,
     pplx_buffers,
+    pplx_round,
 )
 from vllm_moe_modular.prepare_finalize.routing import check_ranks, check_step
 from vllm_moe_modular.prepare_finalize.uniform_experts import (
@@ -151,7 +153,9 @@ class PplxPrepareAndFinalize(PrepareAndFinalize[PplxTicket]):
         if context.dtype not in (torch.bfloat16, torch.float16):
             raise UnsupportedError(f"{context.dtype} in {NAME}", instead="it takes bfloat16 and float16")
         shape = PplxShape(
-            tokens_per_round=max(1, min(context.low_latency_tokens, context.capacity_tokens)),
+            tokens_per_round=pplx_round(
+                context.low_latency_tokens, context.capacity_tokens, group.size, multiprocessors(context.device)
+            ),
             hidden=-(-context.hidden // HIDDEN_STEP) * HIDDEN_STEP,
             dtype=torch.float8_e4m3fn if context.fp8_rows and fp8_scales(context.hidden) else context.dtype,
             experts=max(placement.num_local) * placement.num_ranks,

@@ -53,6 +53,18 @@ def fp8_scales(hidden: int) -> int:
     return hidden // GROUP if hidden % (GROUP * SCALES_STEP) == 0 else 0
 
 
+def pplx_round(limit: int, capacity_tokens: int, ranks: int, multiprocessors: int) -> int:
+    """Tokens per rank and round.
+
+    On one host no more than a token for each program of the library's dispatch, which has one per multiprocessor: a
+    program that sends two stages the second in shared memory while warps still send the first, and columns of the
+    second arrive in the first's place (pplx-kernels of 2025-09-19). Between hosts it stages elsewhere.
+    """
+    if ranks <= RANKS_OF_A_HOST:
+        limit = min(limit, multiprocessors)
+    return max(1, min(limit, capacity_tokens))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PplxShape:
     """What the buffers are laid out by.
