@@ -40,7 +40,7 @@ def untuned(shape: Shape, rows: int) -> Way:
 
 
 def tuned(shape: Shape, rows: int, chip: Chip, *, deep_gemm: bool = False) -> TunedCell:
-    return tune_cell(shape, rows, chip, deep_gemm=deep_gemm, room_bytes=ROOM)
+    return tune_cell(shape, rows, chip, deep_gemm=deep_gemm, gpu=tile_candidates.HOPPER)
 
 
 def test_the_fastest_of_both_gemms_is_found() -> None:
@@ -117,7 +117,7 @@ def test_candidates_fit_are_few_and_begin_with_the_untuned(shape: Shape, rows: i
 
 
 def test_a_smaller_gpu_gets_candidates_too() -> None:
-    ada = 99 * 1024
+    ada = tile_candidates.Gpu(99 * 1024, can_specialize=False)
     for rows in (8, 64, 512, 8192):
         assert len(tile_candidates.first_round(QWEN, rows, ada)) > 1
 

@@ -4,7 +4,7 @@ Letters: R rows, E experts, K top-k, H hidden, F expert intermediate.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from vllm_moe_modular.bench.shapes import Shape
@@ -13,8 +13,32 @@ from vllm_moe_modular.kernels.gemm_tiles import HOPPER_SHARED_MEMORY_BYTES, Gemm
 _Pair = tuple[list[GemmTile], list[GemmTile]]
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What it allows.
+
+    Attributes:
+        shared_memory_bytes: of a program.
+        can_specialize: the GEMMs of the shape, see `launch.can_specialize`.
+    """
+
+    shared_memory_bytes: int
+    can_specialize: bool
+
+    def has(self, tile: GemmTile) -> bool:
+        """Whether it runs such tiles at all."""
+        return self.can_specialize or not tile.specialized
+
+
+HOPPER = Gpu(HOPPER_SHARED_MEMORY_BYTES, can_specialize=True)
+
+
 def _tile(columns: int, depth: int, warps: int, stages: int, per_sm: int = 0, group_rows: int = 1) -> GemmTile:
     return GemmTile(columns, depth, group_rows, warps, stages, per_sm)
+
+
+def _specialized(columns: int, depth: int, stages: int = 4, group_rows: int = 8) -> GemmTile:
+    return GemmTile(columns, depth, group_rows, 4, stages, programs_per_sm=1, specialized=True)
 
 
 _TILES: dict[int, _Pair] = {
@@ -38,11 +62,11 @@ _TILES: dict[int, _Pair] = {
     ),
     128: (
         [
-            _tile(128, 64, 8, 4, 1, 8), _tile(128, 64, 8, 4, 1, 1), _tile(128, 64, 8, 4, 1, 16),
+            _specialized(128, 64), _tile(128, 64, 8, 4, 1, 8), _tile(128, 64, 8, 4, 1, 1), _tile(128, 64, 8, 4, 1, 16),
             _tile(128, 64, 8, 3, 1, 8), _tile(128, 64, 8, 4, 0, 8), _tile(64, 64, 4, 3, 2, 8),
         ],
         [
-            _tile(256, 64, 8, 4, 1, 8), _tile(128, 64, 8, 6, 1, 8), _tile(256, 64, 8, 4, 1, 1),
+            _specialized(256, 64), _tile(256, 64, 8, 4, 1, 8), _tile(128, 64, 8, 6, 1, 8), _tile(256, 64, 8, 4, 1, 1),
             _tile(128, 64, 8, 5, 1, 1), _tile(256, 64, 8, 4, 1, 16), _tile(128, 64, 4, 3, 2, 8),
         ],
     ),
@@ -59,21 +83,23 @@ _FP8_TILES: dict[int, _Pair] = {
     64: (
         [
             _tile(128, 128, 8, 4), _tile(128, 128, 8, 5), _tile(128, 128, 8, 4, 1), _tile(128, 128, 8, 4, 1, 4),
-            _tile(128, 128, 4, 2),
+            _tile(128, 128, 4, 2), _specialized(128, 128, stages=5),
         ],
         [
             _tile(128, 128, 4, 3), _tile(128, 128, 4, 4, 2), _tile(128, 128, 4, 4, 2, 8), _tile(128, 128, 4, 4),
             _tile(256, 128, 8, 4, 1, 4),
         ],
     ),
+    128: ([_specialized(128, 128), _specialized(128, 128, group_rows=4)], [_specialized(256, 128)]),
 }  # fmt: skip
-"""A step is 128 deep and an accumulator 128 wide, because a scale is; more than 64 rows have no registers left."""
+"""A step is 128 deep and an accumulator 128 wide, because a scale is; blocks of more than 64 rows find registers in
+specialised programs only."""
 
 GATHERS_FROM = 48
 """Mean rows of an expert from which copying the rows first may pay."""
 
 
-def untuned(shape: Shape, rows: int, shared_memory_bytes: int = HOPPER_SHARED_MEMORY_BYTES) -> GemmTiles:
+def untuned(shape: Shape, rows: int, gpu: Gpu = HOPPER) -> GemmTiles:
     """What runs without a table."""
     return choose_tiles(
         slots=rows * shape.K,
@@ -81,23 +107,25 @@ def untuned(shape: Shape, rows: int, shared_memory_bytes: int = HOPPER_SHARED_ME
         hidden=shape.H,
         intermediate=shape.F,
         itemsize=1 if shape.fp8 else 2,
-        shared_memory_bytes=shared_memory_bytes,
+        shared_memory_bytes=gpu.shared_memory_bytes,
+        specialize=gpu.can_specialize,
     )
 
 
-def heights(shape: Shape, rows: int) -> list[int]:
+def heights(shape: Shape, rows: int, gpu: Gpu = HOPPER) -> list[int]:
     """Rows of a block: not so many that blocks stay empty, not so few that weights are read again and again."""
     mean, tiles = rows * shape.K / shape.E, _FP8_TILES if shape.fp8 else _TILES
-    return [height for height in tiles if min(max(tiles), mean / 2) <= height <= max(16, 3 * mean)]
+    there = [height for height, (gateds, _) in tiles.items() if any(map(gpu.has, gateds))]
+    return [height for height in there if min(max(there), mean / 2) <= height <= max(16, 3 * mean)]
 
 
-def first_round(shape: Shape, rows: int, shared_memory_bytes: int = HOPPER_SHARED_MEMORY_BYTES) -> list[GemmTiles]:
+def first_round(shape: Shape, rows: int, gpu: Gpu = HOPPER) -> list[GemmTiles]:
     """The untuned tiles; for each height all tiles of the first GEMM, with the likeliest of the second."""
-    tried = [untuned(shape, rows, shared_memory_bytes)]
+    tried = [untuned(shape, rows, gpu)]
     if rows <= 2:  # where the small-batch kernels are as good as sure to be faster
         return tried
-    for height in heights(shape, rows):
-        gateds, downs = tiles_of(shape, height, shared_memory_bytes)
+    for height in heights(shape, rows, gpu):
+        gateds, downs = tiles_of(shape, height, gpu)
         of_height = [GemmTiles(height, gated, down) for down in downs[:1] for gated in gateds]
         if rows * shape.K >= GATHERS_FROM * shape.E and height >= 64:
             of_height += [replace(tiles, gather_first=True) for tiles in of_height[:1]]
@@ -105,25 +133,23 @@ def first_round(shape: Shape, rows: int, shared_memory_bytes: int = HOPPER_SHARE
     return list(dict.fromkeys(tried))
 
 
-def second_round(
-    shape: Shape, best: Sequence[GemmTiles], shared_memory_bytes: int = HOPPER_SHARED_MEMORY_BYTES
-) -> list[GemmTiles]:
+def second_round(shape: Shape, best: Sequence[GemmTiles], gpu: Gpu = HOPPER) -> list[GemmTiles]:
     """For each of `best` all tiles of the second GEMM, and the rows gathered first or not."""
     tried = []
     for tiles in best:
-        _, downs = tiles_of(shape, tiles.block_rows, shared_memory_bytes)
+        _, downs = tiles_of(shape, tiles.block_rows, gpu)
         tried += [replace(tiles, down=down) for down in downs]
         if tiles.block_rows >= 64:
             tried.append(replace(tiles, gather_first=not tiles.gather_first))
     return [tiles for tiles in dict.fromkeys(tried) if tiles not in best]
 
 
-def to_compile(shape: Shape, rows: Sequence[int]) -> list[GemmTiles]:
+def to_compile(shape: Shape, rows: Sequence[int], gpu: Gpu = HOPPER) -> list[GemmTiles]:
     """As few as hold every kernel that the cells with so many rows may try."""
-    found = [untuned(shape, R) for R in rows]
+    found = [untuned(shape, R, gpu) for R in rows]
     found += [replace(tiles, gather_first=not tiles.gather_first) for tiles in found if tiles.block_rows >= 64]
-    for height in sorted({height for R in rows if R > 2 for height in heights(shape, R)}):
-        gateds, downs = tiles_of(shape, height, HOPPER_SHARED_MEMORY_BYTES)
+    for height in sorted({height for R in rows if R > 2 for height in heights(shape, R, gpu)}):
+        gateds, downs = tiles_of(shape, height, gpu)
         gathers = [False, True] if height >= 64 else [False]
         if gateds and downs:
             for gated, down in zip_longest(gateds, downs):
@@ -131,11 +157,11 @@ def to_compile(shape: Shape, rows: Sequence[int]) -> list[GemmTiles]:
     return list(dict.fromkeys(found))
 
 
-def tiles_of(shape: Shape, height: int, shared_memory_bytes: int) -> _Pair:
+def tiles_of(shape: Shape, height: int, gpu: Gpu) -> _Pair:
     """Of both GEMMs, for blocks of so many rows, those that may fit."""
     gateds, downs = (_FP8_TILES if shape.fp8 else _TILES).get(height, ([], []))
-    room = {"block_rows": height, "itemsize": 1 if shape.fp8 else 2, "shared_memory_bytes": shared_memory_bytes}
+    room = {"block_rows": height, "itemsize": 1 if shape.fp8 else 2, "shared_memory_bytes": gpu.shared_memory_bytes}
     return (
-        [tile for tile in gateds if may_fit(tile, columns_per_output=2, **room)],
-        [tile for tile in downs if may_fit(tile, columns_per_output=1, **room)],
+        [t for t in gateds if gpu.has(t) and may_fit(t, columns_per_output=2, **room)],
+        [t for t in downs if gpu.has(t) and may_fit(t, columns_per_output=1, **room)],
     )

@@ -17,6 +17,7 @@ from vllm_moe_modular.bench.candidates import of_part
 from vllm_moe_modular.bench.experts import in_a_line
 from vllm_moe_modular.bench.problems import activation_of, random_steps, random_weights
 from vllm_moe_modular.bench.shapes import Shape, steps_to_rotate
+from vllm_moe_modular.bench.tile_candidates import Gpu
 from vllm_moe_modular.bench.timing import captured, time_in_turns
 from vllm_moe_modular.errors import MoEModularError, UnsupportedError
 from vllm_moe_modular.experts.deep_gemm_experts import DeepGemmExperts
@@ -24,7 +25,7 @@ from vllm_moe_modular.experts.deep_gemm_library import load_deep_gemm
 from vllm_moe_modular.experts.deep_gemm_requirements import MULTIPLE
 from vllm_moe_modular.experts.triton_experts import TritonExperts
 from vllm_moe_modular.kernels.gemm_tiles import GemmTiles
-from vllm_moe_modular.kernels.launch import shared_memory_bytes
+from vllm_moe_modular.kernels.launch import can_specialize, shared_memory_bytes
 from vllm_moe_modular.kernels.tuned_tables import TunedCell, TunedShape, TunedTable
 from vllm_moe_modular.modular.experts import ExpertWeights, PermuteExpertsUnpermute
 from vllm_moe_modular.modular.workspace import Workspace
@@ -58,19 +59,19 @@ class TuningError(MoEModularError, RuntimeError):
     """A cell cannot be tuned, or the table that it belongs in is of another GPU."""
 
 
-def tune_cell(shape: Shape, rows: int, measure: Measure, *, deep_gemm: bool, room_bytes: int) -> TunedCell:
+def tune_cell(shape: Shape, rows: int, measure: Measure, *, deep_gemm: bool, gpu: Gpu) -> TunedCell:
     """Two rounds, first GEMM then second, and a third in which the best of both meet the other ways again.
 
     Times of different rounds are compared as multiples of that of the untuned tiles, which run in each.
 
     Args:
         deep_gemm: whether it is there and takes the shape.
-        room_bytes: shared memory of a program.
+        gpu: what it allows.
 
     Raises:
         TuningError: the untuned tiles do not run, or are wrong.
     """
-    untuned = Way(tile_candidates.untuned(shape, rows, room_bytes))
+    untuned = Way(tile_candidates.untuned(shape, rows, gpu))
     others = [SMALL_BATCH] if rows <= SMALL_BATCH_ROWS else []
     others += [DEEP_GEMM] if deep_gemm and rows * shape.K >= DEEP_GEMM_FROM * shape.E else []
     times: dict[Way, float] = {}
@@ -82,10 +83,10 @@ def tune_cell(shape: Shape, rows: int, measure: Measure, *, deep_gemm: bool, roo
         times.update({way: t / us[untuned] for way, t in us.items()})
         return us
 
-    first = tile_candidates.first_round(shape, rows, room_bytes)
+    first = tile_candidates.first_round(shape, rows, gpu)
     us = run([Way(tiles) for tiles in first])
     if len(first) > 1:
-        run([Way(tiles) for tiles in tile_candidates.second_round(shape, _best_of_heights(times), room_bytes)])
+        run([Way(tiles) for tiles in tile_candidates.second_round(shape, _best_of_heights(times), gpu)])
     best = sorted((way for way in times if way.tiles), key=times.__getitem__)[:3]
     us = run([*best, *others])
     fastest = min((way for way in us if way.tiles), key=us.__getitem__)
@@ -144,14 +145,14 @@ class GpuTuner:
 
     def __call__(self, shape: Shape, all_rows: Sequence[int]) -> Iterator[TunedCell]:
         """See `TuneShape`."""
+        weights = random_weights(shape)
+        gpu = gpu_for(shape, weights)
         if self._compilers:
-            compile_ahead(shape, all_rows, self._compilers, self._say)
-        device = torch.device("cuda")
-        weights, room = random_weights(shape), shared_memory_bytes(device)
+            compile_ahead(shape, all_rows, gpu, self._compilers, self._say)
         has_deep_gemm = _takes_deep_gemm(shape, self._say)
         for rows in all_rows:
             measure = GpuMeasure(shape, weights, rows, rounds=self._rounds, say=self._say)
-            yield tune_cell(shape, rows, measure, deep_gemm=has_deep_gemm, room_bytes=room)
+            yield tune_cell(shape, rows, measure, deep_gemm=has_deep_gemm, gpu=gpu)
 
 
 class GpuMeasure:
@@ -185,6 +186,12 @@ class GpuMeasure:
         return {names[name]: timing.median_us for name, timing in timings.items()}
 
 
+def gpu_for(shape: Shape, weights: ExpertWeights) -> Gpu:
+    """What the GPU that holds the weights allows."""
+    specializes = can_specialize(weights.w13, weights.w2, interleaved=shape.interleaved_swiglu)
+    return Gpu(shared_memory_bytes(weights.w2.device), specializes)
+
+
 def part_of(way: Way, shape: Shape) -> PermuteExpertsUnpermute:
     """What runs a layer in this way and in no other."""
     activation = activation_of(shape)
@@ -206,9 +213,9 @@ def _takes_deep_gemm(shape: Shape, say: Callable[[str], None]) -> bool:
     return True
 
 
-def compile_ahead(shape: Shape, all_rows: Sequence[int], processes: int, say: Callable[[str], None]) -> None:
+def compile_ahead(shape: Shape, all_rows: Sequence[int], gpu: Gpu, processes: int, say: Callable[[str], None]) -> None:
     """Compile, side by side, what tuning will run: that takes far longer than timing it."""
-    tiles = tile_candidates.to_compile(shape, all_rows)
+    tiles = tile_candidates.to_compile(shape, all_rows, gpu)
     few = replace(shape, E=max(2, shape.K))  # kernels are the same for any number of experts
     with ProcessPoolExecutor(min(processes, len(tiles)), mp_context=get_context("spawn")) as pool:
         shares = [tiles[i :: min(processes, len(tiles))] for i in range(min(processes, len(tiles)))]

@@ -29,7 +29,12 @@ from vllm_moe_modular.kernels.grouped_gemm_down import grouped_gemm_down
 from vllm_moe_modular.kernels.grouped_gemm_down_fp8 import grouped_gemm_down_fp8
 from vllm_moe_modular.kernels.grouped_gemm_gated import grouped_gemm_gated
 from vllm_moe_modular.kernels.grouped_gemm_gated_fp8 import grouped_gemm_gated_fp8
-from vllm_moe_modular.kernels.launch import has_dependent_launch, shared_memory_bytes, takes_descriptor
+from vllm_moe_modular.kernels.launch import (
+    can_specialize,
+    has_dependent_launch,
+    shared_memory_bytes,
+    takes_descriptor,
+)
 from vllm_moe_modular.kernels.quantize_batch import quantize_batch
 from vllm_moe_modular.kernels.quantize_fp8 import Fp8Rows
 from vllm_moe_modular.modular.build import BuildContext
@@ -161,6 +166,7 @@ class TritonBatchedExperts(PermuteExpertsUnpermute):
             intermediate=weights.w2.shape[2],
             itemsize=weights.w13.element_size(),
             shared_memory_bytes=shared_memory_bytes(rows.x.device),
+            specialize=can_specialize(weights.w13, weights.w2, interleaved=self._activation.interleaved),
         )
 
 

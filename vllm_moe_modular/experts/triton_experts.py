@@ -31,7 +31,7 @@ from vllm_moe_modular.kernels.grouped_gemm_down import grouped_gemm_down
 from vllm_moe_modular.kernels.grouped_gemm_down_fp8 import grouped_gemm_down_fp8
 from vllm_moe_modular.kernels.grouped_gemm_gated import grouped_gemm_gated
 from vllm_moe_modular.kernels.grouped_gemm_gated_fp8 import grouped_gemm_gated_fp8
-from vllm_moe_modular.kernels.launch import has_dependent_launch, shared_memory_bytes, takes_descriptor
+from vllm_moe_modular.kernels.launch import can_specialize, has_dependent_launch, shared_memory_bytes, takes_descriptor
 from vllm_moe_modular.kernels.quantize_fp8 import Fp8Rows, quantize_fp8
 from vllm_moe_modular.kernels.small_batch_down import small_batch_down
 from vllm_moe_modular.kernels.small_batch_gated import small_batch_gated
@@ -264,6 +264,7 @@ class TritonExperts(PermuteExpertsUnpermute):
             intermediate=F,
             itemsize=weights.w13.element_size(),
             shared_memory_bytes=shared_memory_bytes(rows.x.device),
+            specialize=can_specialize(weights.w13, weights.w2, interleaved=self._activation.interleaved),
             tuned=None if cell is None else cell.tiles,
         )
 

@@ -33,6 +33,8 @@ class GemmTile:
         group_rows: blocks of rows that run side by side over all columns.
         programs_per_sm: of a persistent grid, which loads for the next tile while it stores the last; 0: one program
             per tile.
+        specialized: some warps only load and others only multiply, see `specialized_gemm`; then blocks have 64 or 128
+            rows, a step 128 bytes of a row, the first GEMM 128 columns and the second 256, and the grid is persistent.
     """
 
     block_columns: int
@@ -41,6 +43,7 @@ class GemmTile:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 0
+    specialized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,11 @@ class GemmTiles:
     down: GemmTile
     gather_first: bool = False  # copy the rows into the order of the experts before the gated GEMM
 
+    @property
+    def specialized(self) -> bool:
+        """Whether either needs a device that `can_specialize`."""
+        return self.gated.specialized or self.down.specialized
+
 
 def choose_tiles(
     *,
@@ -61,6 +69,7 @@ def choose_tiles(
     intermediate: int,
     itemsize: int,
     shared_memory_bytes: int = HOPPER_SHARED_MEMORY_BYTES,
+    specialize: bool = False,
     tuned: GemmTiles | None = None,
 ) -> GemmTiles:
     """Pure and CPU-testable; the launchers take no other decision.
@@ -69,13 +78,18 @@ def choose_tiles(
 
     Args:
         itemsize: bytes of an element of the weights.
-        tuned: what a table of this GPU has for the problem, which is taken as it is; None: nothing.
+        specialize: whether the GEMMs `can_specialize`.
+        tuned: what a table of this GPU has for the problem, which is taken as it is, unless it is specialised and these
+            GEMMs cannot be; None: nothing.
     """
-    if tuned is not None:
+    if tuned is not None and (specialize or not tuned.specialized):
         return tuned
     mean_rows = slots / max(1, num_experts)
     if itemsize == 1:
-        return _choose_fp8_tiles(mean_rows, intermediate=intermediate, room=shared_memory_bytes - _EPILOGUE_BYTES)
+        tiles = _choose_fp8_tiles(mean_rows, intermediate=intermediate, room=shared_memory_bytes - _EPILOGUE_BYTES)
+        return _specialized_fp8(tiles, mean_rows) if specialize else tiles
+    if specialize and mean_rows >= 192 and intermediate < 4096:
+        return GemmTiles(128, gated=_SPECIALIZED, down=replace(_SPECIALIZED, block_columns=256))
     if mean_rows >= 48:
         wide = GemmTile(256, 64, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1)
         tiles = GemmTiles(
@@ -165,6 +179,17 @@ def _choose_fp8_tiles(mean_rows: float, *, intermediate: int, room: int) -> Gemm
         gated=_cut_stages(tiles.gated, stage_bytes=(rows + 2 * tiles.gated.block_columns) * 128, room=room),
         down=_cut_stages(tiles.down, stage_bytes=(rows + tiles.down.block_columns) * 128, room=room),
     )
+
+
+_SPECIALIZED = GemmTile(128, 64, group_rows=8, num_warps=4, num_stages=4, programs_per_sm=1, specialized=True)
+
+
+def _specialized_fp8(tiles: GemmTiles, mean_rows: float) -> GemmTiles:
+    """With the specialised GEMMs where they are faster."""
+    gated = replace(_SPECIALIZED, block_depth=128)
+    if mean_rows >= 96:
+        return GemmTiles(128, gated=gated, down=replace(gated, block_columns=256))
+    return replace(tiles, gated=replace(gated, num_stages=5)) if mean_rows >= 24 else tiles
 
 
 def _cut_stages(tile: GemmTile, *, stage_bytes: int, room: int) -> GemmTile:

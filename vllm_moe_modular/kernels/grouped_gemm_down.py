@@ -102,6 +102,12 @@ def grouped_gemm_down(
         block_rows: what `rows` was cut with.
         pdl: start early and wait inside for the kernel before, and let the next one do so.
     """
+    if tile.specialized:
+        # Gluon is not everywhere that Triton is.
+        from vllm_moe_modular.kernels.specialized_gemm import specialized_gemm_down
+
+        specialized_gemm_down(x_SF, w2, rows, out_SH=out_SH, bias=bias, block_rows=block_rows, tile=tile)
+        return
     E, H, F = w2.shape
     x: torch.Tensor | TensorDescriptor = x_SF
     w: torch.Tensor | TensorDescriptor = w2

@@ -149,6 +149,14 @@ def grouped_gemm_down_fp8(
         tile: 128 or 256 columns wide, 128 deep.
         pdl: start early and wait inside for the kernel before, and let the next one do so.
     """
+    if tile.specialized:
+        # Gluon is not everywhere that Triton is.
+        from vllm_moe_modular.kernels.specialized_gemm_fp8 import specialized_gemm_down_fp8
+
+        specialized_gemm_down_fp8(
+            x, w2, w2_scale, rows, out_SH=out_SH, bias=bias, block_rows=block_rows, tile=tile
+        )  # fmt: skip
+        return
     E, H, F = w2.shape
     x_values: torch.Tensor | TensorDescriptor = x.values
     w: torch.Tensor | TensorDescriptor = w2

@@ -153,6 +153,15 @@ def grouped_gemm_gated(
         block_rows: what `rows` was cut with.
         pdl: start early and wait inside for the kernel before, and let the next one do so.
     """
+    if tile.specialized:
+        # Gluon is not everywhere that Triton is.
+        from vllm_moe_modular.kernels.specialized_gemm import specialized_gemm_gated
+
+        specialized_gemm_gated(
+            x_RH, w13, rows, out_SF=out_SF, top_k=top_k, activation=activation, bias=bias,
+            topk_weights_RK=topk_weights_RK, block_rows=block_rows, tile=tile, gathered=gathered,
+        )  # fmt: skip
+        return
     E, two_f, H = w13.shape
     F = two_f // 2
     block_f = tile.block_columns

@@ -176,6 +176,19 @@ def grouped_gemm_gated_fp8(
     """
     E, two_f, H = w13.shape
     F = two_f // 2
+    stride_e, stride_r, stride_g = (0, *x.scales.stride()) if x.scales.dim() == 2 else x.scales.stride()
+    if x.scales.dim() == 3:  # rows are counted on from expert to expert
+        stride_e -= x.scales.shape[1] * stride_r
+    if tile.specialized:
+        # Gluon is not everywhere that Triton is.
+        from vllm_moe_modular.kernels.specialized_gemm_fp8 import specialized_gemm_gated_fp8
+
+        specialized_gemm_gated_fp8(
+            x, w13, w13_scale, rows, out=out, top_k=top_k, activation=activation, bias=bias,
+            topk_weights_RK=topk_weights_RK, block_rows=block_rows, tile=tile, gathered=gathered,
+            x_scale_strides=(stride_e, stride_r, stride_g),
+        )  # fmt: skip
+        return
     by_descriptor = takes_descriptor(w13)
     x_values: torch.Tensor | TensorDescriptor = x.values
     w: torch.Tensor | TensorDescriptor = w13
@@ -185,9 +198,6 @@ def grouped_gemm_gated_fp8(
         w = TensorDescriptor.from_tensor(w13.view(E * F, 2 * H), [GROUP, GROUP])
     elif by_descriptor:
         w = TensorDescriptor.from_tensor(w13.view(E * two_f, H), [GROUP, GROUP])
-    stride_e, stride_r, stride_g = (0, *x.scales.stride()) if x.scales.dim() == 2 else x.scales.stride()
-    if x.scales.dim() == 3:  # rows are counted on from expert to expert
-        stride_e -= x.scales.shape[1] * stride_r
     grid = grid_of(rows, triton.cdiv(F, GROUP), tile, w13.device)
     _grouped_gemm_gated_fp8_kernel[grid](
         out.values, out.scales, x_values, x.scales, w, w13_scale, bias, topk_weights_RK,

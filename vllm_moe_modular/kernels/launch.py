@@ -38,6 +38,32 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+TRIED_GLUON = "3.6."
+"""Releases of Triton whose Gluon was tried: it is experimental and changes from one to the next."""
+
+
+@cache
+def _has_specialized(device: torch.device) -> bool:
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and triton.__version__.startswith(TRIED_GLUON)
+
+
+def can_specialize(w13: torch.Tensor, w2: torch.Tensor, *, interleaved: bool) -> bool:
+    """Whether `specialized_gemm` and `specialized_gemm_fp8` take experts with these weights.
+
+    Args:
+        w13: [E, 2F, H].
+        w2: [E, H, F].
+        interleaved: gates and ups, column by column.
+    """
+    H, F = w2.shape[1:]
+    if w13.element_size() == 1:
+        fits = H % 256 == 0 and F % 128 == 0 and not interleaved
+    else:
+        fits = w13.element_size() == 2 and H % 64 == 0
+    return fits and _has_specialized(w2.device) and takes_descriptor(w13) and takes_descriptor(w2)
+
+
 def takes_descriptor(t: torch.Tensor) -> bool:
     """Whether the copy engine can read `t`: contiguous rows of a multiple of 16 bytes, 16-byte aligned."""
     row_bytes = t.shape[-1] * t.element_size()

@@ -348,7 +348,8 @@ def _cell(place: _Place, *, is_fp8: bool) -> TunedCell:
 
 def _tile(place: _Place, *, fp8_columns: tuple[int, ...]) -> GemmTile:
     """fp8_columns: what a scale allows; empty: there are none."""
-    place.require_keys({f.name for f in fields(GemmTile)} - {"programs_per_sm"}, {"programs_per_sm"})
+    optional = {"programs_per_sm", "specialized"}
+    place.require_keys({f.name for f in fields(GemmTile)} - optional, optional)
     columns, depth = place.of("block_columns"), place.of("block_depth")
     if fp8_columns and (columns.value not in fp8_columns or depth.value != BLOCK):
         raise place.wrong(f"takes, in fp8, a block_depth of {BLOCK} and block_columns of {fp8_columns}")
@@ -359,4 +360,5 @@ def _tile(place: _Place, *, fp8_columns: tuple[int, ...]) -> GemmTile:
         num_warps=place.of("num_warps").power_of_two(1, 32),
         num_stages=place.of("num_stages").whole(1, 64),
         programs_per_sm=place.of("programs_per_sm").whole(0) if "programs_per_sm" in place.value else 0,
+        specialized="specialized" in place.value and place.of("specialized").flag(),
     )
