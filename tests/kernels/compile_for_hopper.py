@@ -20,6 +20,9 @@ from vllm_moe_modular.kernels import specialized_gemm, specialized_gemm_fp8
 from vllm_moe_modular.kernels.specialized_gemm import registers
 
 H, F = 2048, 768
+STAGES = {64: 5, 128: 4, 192: 3}
+"""By rows of a block."""
+
 BFLOAT16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -43,8 +46,8 @@ def plain(block_rows: int, *, gated: bool, gather: bool, odd: bool = False) -> A
     return specialized_gemm._specialized_gemm_kernel.warmup(
         Pointer(BFLOAT16), Pointer(BFLOAT16) if gather else descriptor(BFLOAT16, 64), H, descriptor(BFLOAT16, 128),
         Pointer(BFLOAT16) if odd else None, FLOAT if odd else None, INT, INT, INT, 7.0, 1.7, 1.0, H, F,
-        K=8, GATED=gated, ACTIVATION="swiglu_oai" if odd else "silu", HAS_LIMIT=odd, INTERLEAVED=odd, GATHER=gather,
-        BLOCK_R=block_rows, STAGES=4 if block_rows == 128 else 5, GROUP_R=8, num_warps=4, grid=(132,),
+        K=8, GATED=gated, ACTIVATION="swiglu_oai" if odd else "silu", HAS_LIMIT=odd, GATHER=gather,
+        BLOCK_R=block_rows, STAGES=STAGES[block_rows], GROUP_R=8, PDL=True, num_warps=4, grid=(132,), launch_pdl=True,
         **registers(block_rows),
     )  # fmt: skip
 
@@ -57,7 +60,8 @@ def fp8(block_rows: int, *, gated: bool, gather: bool, odd: bool = False) -> Any
         Pointer(BFLOAT16) if odd else None, FLOAT if odd and gated else None, INT, INT, INT, 0.0, 1.7, 1.0,
         0, H // 128, 1, H, F,
         K=8, GATED=gated, ACTIVATION="silu", HAS_LIMIT=False, BLOCK_SCALED=not odd, GATHER=gather, BLOCK_R=block_rows,
-        STAGES=4 if block_rows == 128 else 5, GROUP_R=8, num_warps=4, grid=(132,), **registers(block_rows),
+        STAGES=STAGES[block_rows], GROUP_R=8, PDL=True, num_warps=4, grid=(132,), launch_pdl=True,
+        **registers(block_rows),
     )  # fmt: skip
 
 
@@ -86,6 +90,8 @@ def main() -> None:
         "gated": plain(128, gated=True, gather=True),
         "gated, blocks of 64 rows": plain(64, gated=True, gather=True),
         "gated, all options": plain(128, gated=True, gather=True, odd=True),
+        "gated, blocks of 192 rows": plain(192, gated=True, gather=False),
+        "down, blocks of 192 rows": plain(192, gated=False, gather=False),
         "down": plain(128, gated=False, gather=False),
         "fp8 gated": fp8(128, gated=True, gather=True),
         "fp8 gated, blocks of 64 rows": fp8(64, gated=True, gather=True),

@@ -31,13 +31,13 @@ from vllm_moe_modular.kernels.grouped_gemm_gated import grouped_gemm_gated
 from vllm_moe_modular.kernels.grouped_gemm_gated_fp8 import grouped_gemm_gated_fp8
 from vllm_moe_modular.kernels.launch import TRIED_GLUON, can_specialize
 from vllm_moe_modular.kernels.quantize_fp8 import Fp8Rows, quantize_fp8
-from vllm_moe_modular.modular.experts import Activation, ExpertWeights
+from vllm_moe_modular.modular.experts import Activation, ActivationKind, ExpertWeights
 from vllm_moe_modular.modular.prepare_finalize import StandardRows
 from vllm_moe_modular.modular.weight_and_reduce import WeightAndReduceBy
 from vllm_moe_modular.modular.workspace import Workspace
 
 SILU = GatedActivation("silu")
-OAI = GatedActivation("swiglu_oai", limit=7.0, interleaved=True)
+OAI = GatedActivation("swiglu_oai", limit=7.0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,11 @@ BOTH = [
 PLAIN = [
     *BOTH,
     Case("float16", dtype=torch.float16),
-    Case("interleaved gates, limit and biases, no size a multiple of 128", H=192, F=200, activation=OAI, bias=True),
+    Case("blocks of 192 rows", block_rows=192, stages=3, gathered=True, R=700),
+    Case(
+        "blocks of 192 rows, biases, a tile that overhangs", block_rows=192, stages=3, gathered=True, F=200, bias=True
+    ),
+    Case("a limit and biases, no size a multiple of 128", H=192, F=200, activation=OAI, bias=True),
     Case("a last step and a last tile that overhang", H=2880, F=2880, E=3, R=70, bias=True),
 ]
 FP8 = [
@@ -90,11 +94,18 @@ on_hopper = pytest.mark.skipif(
 )
 
 
-def align(case: Case) -> AlignedRows:
+def align(case: Case, block_rows: int) -> AlignedRows:
     ids = random_ids(case.R, case.K, case.E)
     ids[0, 0], ids[1, 1], ids[2] = -1, case.E, -1
-    scratch = poisoned(scratch_ints(ids.numel(), case.E, case.block_rows), dtype=torch.int32)
-    return align_rows(ids, case.E, case.block_rows, scratch=scratch)
+    scratch = poisoned(scratch_ints(ids.numel(), case.E, block_rows), dtype=torch.int32)
+    return align_rows(ids, case.E, block_rows, scratch=scratch)
+
+
+def blocks_by_kind(case: Case) -> dict[bool, tuple[int, AlignedRows]]:
+    """Rows of a block and the blocks, for ordinary and for specialised kernels; positions are the same."""
+    return {
+        kind: (rows, align(case, rows)) for kind, rows in ((False, min(128, case.block_rows)), (True, case.block_rows))
+    }
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -107,7 +118,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @on_hopper
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_plain_gives_the_same_bits(case: Case) -> None:
-    rows, S = align(case), case.R * case.K
+    blocks = blocks_by_kind(case)
+    rows, S = blocks[True][1], case.R * case.K
     x = randn(case.R, case.H, dtype=case.dtype)
     if case.gathered:
         by_position = poisoned(S, case.H, dtype=case.dtype)
@@ -119,16 +131,16 @@ def test_plain_gives_the_same_bits(case: Case) -> None:
     bias2 = randn(case.E, case.H, dtype=case.dtype, seed=4) if case.bias else None
     weights = randn(case.R, case.K, dtype=torch.float32, seed=5).abs() if case.weight_on_input else None
     activated, y = {}, {}
-    for specialized in (False, True):
+    for specialized, (block_rows, of_kind) in blocks.items():
         activated[specialized] = poisoned(S, case.F, dtype=case.dtype)
         grouped_gemm_gated(
-            x, w13, rows, out_SF=activated[specialized], top_k=case.K, activation=case.activation, bias=bias13,
-            topk_weights_RK=weights, block_rows=case.block_rows, tile=case.tile(128, 64, specialized=specialized),
+            x, w13, of_kind, out_SF=activated[specialized], top_k=case.K, activation=case.activation, bias=bias13,
+            topk_weights_RK=weights, block_rows=block_rows, tile=case.tile(128, 64, specialized=specialized),
             gathered=case.gathered,
         )  # fmt: skip
         y[specialized] = poisoned(S, case.H, dtype=case.dtype)
         grouped_gemm_down(
-            activated[False], w2, rows, out_SH=y[specialized], bias=bias2, block_rows=case.block_rows,
+            activated[False], w2, of_kind, out_SH=y[specialized], bias=bias2, block_rows=block_rows,
             tile=case.tile(256, 64, specialized=specialized),
         )  # fmt: skip
     assert same_bits(activated[True], activated[False]), "the gated GEMM"
@@ -140,7 +152,8 @@ def test_plain_gives_the_same_bits(case: Case) -> None:
 @on_hopper
 @pytest.mark.parametrize("case", FP8, ids=str)
 def test_fp8_gives_the_same_bits(case: Case) -> None:
-    rows, S = align(case), case.R * case.K
+    blocks = blocks_by_kind(case)
+    rows, S = blocks[True][1], case.R * case.K
     x = poisoned_fp8_rows(S if case.gathered else case.R, case.H)
     quantize_fp8(randn(case.R, case.H, dtype=torch.bfloat16), out=x, rows=rows if case.gathered else None, top_k=case.K)
     w13, scale13 = random_fp8_weights(case.E, 2 * case.F, case.H, blocks=not case.channels, seed=1)
@@ -149,16 +162,16 @@ def test_fp8_gives_the_same_bits(case: Case) -> None:
     bias2 = randn(case.E, case.H, dtype=torch.bfloat16, seed=4) if case.bias else None
     weights = randn(case.R, case.K, dtype=torch.float32, seed=5).abs() if case.weight_on_input else None
     activated, y = {}, {}
-    for specialized in (False, True):
+    for specialized, (block_rows, of_kind) in blocks.items():
         activated[specialized] = poisoned_fp8_rows(S, case.F)
         grouped_gemm_gated_fp8(
-            x, w13, scale13, rows, out=activated[specialized], top_k=case.K, activation=SILU, bias=bias13,
-            topk_weights_RK=weights, block_rows=case.block_rows, tile=case.tile(128, 128, specialized=specialized),
+            x, w13, scale13, of_kind, out=activated[specialized], top_k=case.K, activation=SILU, bias=bias13,
+            topk_weights_RK=weights, block_rows=block_rows, tile=case.tile(128, 128, specialized=specialized),
             gathered=case.gathered,
         )  # fmt: skip
         y[specialized] = poisoned(S, case.H, dtype=torch.bfloat16)
         grouped_gemm_down_fp8(
-            activated[False], w2, scale2, rows, out_SH=y[specialized], bias=bias2, block_rows=case.block_rows,
+            activated[False], w2, scale2, of_kind, out_SH=y[specialized], bias=bias2, block_rows=block_rows,
             tile=case.tile(256, 128, specialized=specialized),
         )  # fmt: skip
     assert same_bits(activated[True].values, activated[False].values), "the gated GEMM"
@@ -204,7 +217,9 @@ def test_whole_layers_in_a_graph(rows: int) -> None:
     outs = []
     for specialized in (False, True):
         gated, down = (Case("").tile(columns, 64, specialized=specialized) for columns in (128, 256))
-        part = TritonExperts(Activation("silu"), tiles=GemmTiles(128, gated, down), slot_by_slot=False)
+        part = TritonExperts(
+            Activation(kind=ActivationKind.SILU), tiles=GemmTiles(128, gated, down), slot_by_slot=False
+        )
         scratch = Workspace(DEVICE).take(part.workspace(given, weights)) if rows else ()
         outs.append(
             part.apply(

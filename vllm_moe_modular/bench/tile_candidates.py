@@ -70,6 +70,10 @@ _TILES: dict[int, _Pair] = {
             _tile(128, 64, 8, 5, 1, 1), _tile(256, 64, 8, 4, 1, 16), _tile(128, 64, 4, 3, 2, 8),
         ],
     ),
+    192: (
+        [_specialized(128, 64, stages=3, group_rows=1), _specialized(128, 64, stages=3)],
+        [_specialized(256, 64, stages=3, group_rows=1), _specialized(256, 64, stages=3)],
+    ),
 }  # fmt: skip
 """16-bit weights; by rows of a block, tiles of the first and of the second GEMM, the likeliest first."""
 
@@ -116,7 +120,14 @@ def heights(shape: Shape, rows: int, gpu: Gpu = HOPPER) -> list[int]:
     """Rows of a block: not so many that blocks stay empty, not so few that weights are read again and again."""
     mean, tiles = rows * shape.K / shape.E, _FP8_TILES if shape.fp8 else _TILES
     there = [height for height, (gateds, _) in tiles.items() if any(map(gpu.has, gateds))]
-    return [height for height in there if min(max(there), mean / 2) <= height <= max(16, 3 * mean)]
+    return [height for height in there if min(128, *there[-1:], mean / 2) <= height <= max(16, 3 * mean)]
+
+
+def gathers(height: int) -> tuple[bool, ...]:
+    """Whether rows may be gathered first for blocks of so many, the likelier first."""
+    if height > 128:
+        return (True,)
+    return (False, True) if height >= 64 else (False,)
 
 
 def first_round(shape: Shape, rows: int, gpu: Gpu = HOPPER) -> list[GemmTiles]:
@@ -126,9 +137,10 @@ def first_round(shape: Shape, rows: int, gpu: Gpu = HOPPER) -> list[GemmTiles]:
         return tried
     for height in heights(shape, rows, gpu):
         gateds, downs = tiles_of(shape, height, gpu)
-        of_height = [GemmTiles(height, gated, down) for down in downs[:1] for gated in gateds]
-        if rows * shape.K >= GATHERS_FROM * shape.E and height >= 64:
-            of_height += [replace(tiles, gather_first=True) for tiles in of_height[:1]]
+        first, *others = gathers(height)
+        of_height = [GemmTiles(height, gated, down, first) for down in downs[:1] for gated in gateds]
+        if rows * shape.K >= GATHERS_FROM * shape.E:
+            of_height += [replace(tiles, gather_first=gather) for tiles in of_height[:1] for gather in others]
         tried += of_height
     return list(dict.fromkeys(tried))
 
@@ -139,21 +151,19 @@ def second_round(shape: Shape, best: Sequence[GemmTiles], gpu: Gpu = HOPPER) -> 
     for tiles in best:
         _, downs = tiles_of(shape, tiles.block_rows, gpu)
         tried += [replace(tiles, down=down) for down in downs]
-        if tiles.block_rows >= 64:
-            tried.append(replace(tiles, gather_first=not tiles.gather_first))
+        tried += [replace(tiles, gather_first=gather) for gather in gathers(tiles.block_rows)]
     return [tiles for tiles in dict.fromkeys(tried) if tiles not in best]
 
 
 def to_compile(shape: Shape, rows: Sequence[int], gpu: Gpu = HOPPER) -> list[GemmTiles]:
     """As few as hold every kernel that the cells with so many rows may try."""
     found = [untuned(shape, R, gpu) for R in rows]
-    found += [replace(tiles, gather_first=not tiles.gather_first) for tiles in found if tiles.block_rows >= 64]
+    found += [replace(tiles, gather_first=gather) for tiles in found for gather in gathers(tiles.block_rows)]
     for height in sorted({height for R in rows if R > 2 for height in heights(shape, R, gpu)}):
         gateds, downs = tiles_of(shape, height, gpu)
-        gathers = [False, True] if height >= 64 else [False]
         if gateds and downs:
             for gated, down in zip_longest(gateds, downs):
-                found += [GemmTiles(height, gated or gateds[0], down or downs[0], gather) for gather in gathers]
+                found += [GemmTiles(height, gated or gateds[0], down or downs[0], gather) for gather in gathers(height)]
     return list(dict.fromkeys(found))
 
 

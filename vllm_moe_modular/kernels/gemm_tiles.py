@@ -34,7 +34,8 @@ class GemmTile:
         programs_per_sm: of a persistent grid, which loads for the next tile while it stores the last; 0: one program
             per tile.
         specialized: some warps only load and others only multiply, see `specialized_gemm`; then blocks have 64 or 128
-            rows, a step 128 bytes of a row, the first GEMM 128 columns and the second 256, and the grid is persistent.
+            rows, or 192 in 16 bits if they are gathered first, a step 128 bytes, the first GEMM 128 columns and the
+            second 256, and the grid is persistent.
     """
 
     block_columns: int
@@ -90,6 +91,9 @@ def choose_tiles(
         return _specialized_fp8(tiles, mean_rows) if specialize else tiles
     if specialize and mean_rows >= 192 and intermediate < 4096:
         return GemmTiles(128, gated=_SPECIALIZED, down=replace(_SPECIALIZED, block_columns=256))
+    if specialize and 96 <= mean_rows < 192 and intermediate >= 4096:
+        gated = replace(_SPECIALIZED, group_rows=1, num_stages=3)
+        return GemmTiles(192, gated=gated, down=replace(gated, block_columns=256), gather_first=True)
     if mean_rows >= 48:
         wide = GemmTile(256, 64, group_rows=8, num_warps=8, num_stages=4, programs_per_sm=1)
         tiles = GemmTiles(

@@ -106,7 +106,7 @@ def grouped_gemm_down(
         # Gluon is not everywhere that Triton is.
         from vllm_moe_modular.kernels.specialized_gemm import specialized_gemm_down
 
-        specialized_gemm_down(x_SF, w2, rows, out_SH=out_SH, bias=bias, block_rows=block_rows, tile=tile)
+        specialized_gemm_down(x_SF, w2, rows, out_SH=out_SH, bias=bias, block_rows=block_rows, tile=tile, pdl=pdl)
         return
     E, H, F = w2.shape
     x: torch.Tensor | TensorDescriptor = x_SF

@@ -154,7 +154,7 @@ def grouped_gemm_down_fp8(
         from vllm_moe_modular.kernels.specialized_gemm_fp8 import specialized_gemm_down_fp8
 
         specialized_gemm_down_fp8(
-            x, w2, w2_scale, rows, out_SH=out_SH, bias=bias, block_rows=block_rows, tile=tile
+            x, w2, w2_scale, rows, out_SH=out_SH, bias=bias, block_rows=block_rows, tile=tile, pdl=pdl,
         )  # fmt: skip
         return
     E, H, F = w2.shape

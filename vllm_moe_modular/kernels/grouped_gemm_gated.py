@@ -159,7 +159,7 @@ def grouped_gemm_gated(
 
         specialized_gemm_gated(
             x_RH, w13, rows, out_SF=out_SF, top_k=top_k, activation=activation, bias=bias,
-            topk_weights_RK=topk_weights_RK, block_rows=block_rows, tile=tile, gathered=gathered,
+            topk_weights_RK=topk_weights_RK, block_rows=block_rows, tile=tile, gathered=gathered, pdl=pdl,
         )  # fmt: skip
         return
     E, two_f, H = w13.shape

@@ -186,7 +186,7 @@ def grouped_gemm_gated_fp8(
         specialized_gemm_gated_fp8(
             x, w13, w13_scale, rows, out=out, top_k=top_k, activation=activation, bias=bias,
             topk_weights_RK=topk_weights_RK, block_rows=block_rows, tile=tile, gathered=gathered,
-            x_scale_strides=(stride_e, stride_r, stride_g),
+            x_scale_strides=(stride_e, stride_r, stride_g), pdl=pdl,
         )  # fmt: skip
         return
     by_descriptor = takes_descriptor(w13)

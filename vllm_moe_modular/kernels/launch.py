@@ -57,11 +57,9 @@ def can_specialize(w13: torch.Tensor, w2: torch.Tensor, *, interleaved: bool) ->
         interleaved: gates and ups, column by column.
     """
     H, F = w2.shape[1:]
-    if w13.element_size() == 1:
-        fits = H % 256 == 0 and F % 128 == 0 and not interleaved
-    else:
-        fits = w13.element_size() == 2 and H % 64 == 0
-    return fits and _has_specialized(w2.device) and takes_descriptor(w13) and takes_descriptor(w2)
+    is_fp8 = w13.element_size() == 1
+    fits = H % 256 == 0 and F % 128 == 0 if is_fp8 else w13.element_size() == 2 and H % 64 == 0
+    return fits and not interleaved and _has_specialized(w2.device) and takes_descriptor(w13) and takes_descriptor(w2)
 
 
 def takes_descriptor(t: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Both grouped GEMMs for many rows on Hopper, in Gluon: some warps of a program only load, the others only multiply.
 
 To the bit what `grouped_gemm_gated` and `grouped_gemm_down` give, which launch it where their tile says so. A program
-takes blocks of 64 or 128 rows; each 64 of them have a warpgroup that multiplies, in its own time. The loader, the
+takes blocks of 64, 128 or 192 rows; each 64 of them have a warpgroup that multiplies, in its own time. The loader, the
 stores and the shared memory are those of `specialized_gemm_fp8` too.
 
     loader        for each step: wait empty[s]; full[s] expects the bytes; copy engine: rows and weights of the step
@@ -61,9 +61,12 @@ _tile_in_group = gluon.jit(tile_in_group.fn)
 
 
 def registers(block_rows: int) -> dict[str, int]:
-    """Of a thread that multiplies and of one that loads. With two warpgroups that multiply they share 65,536."""
-    assert block_rows in (GROUP_ROWS, 2 * GROUP_ROWS), f"blocks of {block_rows} rows"
-    return {"MULTIPLIER_REGISTERS": 224, "LOADER_REGISTERS": 56}
+    """Of a thread that multiplies and of one that loads: those of all warpgroups are 65,536."""
+    groups, rest = divmod(block_rows, GROUP_ROWS)
+    assert rest == 0, f"blocks of {block_rows} rows"
+    assert groups in (1, 2, 3), f"blocks of {block_rows} rows"
+    multiplier, loader = (160, 32) if groups == 3 else (224, 56)
+    return {"MULTIPLIER_REGISTERS": multiplier, "LOADER_REGISTERS": loader}
 
 
 def descriptor(t: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -71,6 +74,13 @@ def descriptor(t: torch.Tensor, rows: int) -> TensorDescriptor:
     box = [rows, STEP_BYTES // t.element_size()]
     layout = gl.NVMMASharedLayout(STEP_BYTES, 8 * t.element_size(), 2)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
+
+
+@gluon.jit
+def begin_dependent():
+    """Let the next kernel be launched, and wait for the one before; for all warps, if it is done before they part."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -117,7 +127,6 @@ def load_tiles(
     WIDTH,
     K: gl.constexpr,
     GATED: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
     GATHER: gl.constexpr,
     BLOCK_R: gl.constexpr,
     STAGES: gl.constexpr,
@@ -136,11 +145,11 @@ def load_tiles(
     n = 0
     for tile in range(gl.program_id(0), num_blocks * tiles_across, gl.num_programs(0)):
         e, start, rows, across = block_of(blocks_ptr, num_blocks, tiles_across, tile, GROUP_R)
-        if GATED and not INTERLEAVED:
+        if GATED:
             left = e * 2 * WIDTH + across * _COLUMNS
             right = left + WIDTH
         else:
-            left = e * (2 * WIDTH if GATED else WIDTH) + across * 2 * _COLUMNS
+            left = e * WIDTH + across * 2 * _COLUMNS
             right = left + _COLUMNS
         if GATHER:
             # Rows past the block's own are its last one again: they are multiplied and not stored.
@@ -196,18 +205,12 @@ def store_columns(y_ptr, y, sorted_ptr, start, rows, WIDTH, column, GROUP: gl.co
 
 
 @gluon.jit
-def add_bias(left, right, bias_ptr, e, across, WIDTH, GATED: gl.constexpr, INTERLEAVED: gl.constexpr):
+def add_bias(left, right, bias_ptr, e, across, WIDTH, GATED: gl.constexpr):
     """To both accumulators, [E, 2 * WIDTH] or [E, WIDTH]."""
     c = across * (_COLUMNS if GATED else 2 * _COLUMNS) + gl.arange(0, _COLUMNS, gl.SliceLayout(0, left.type.layout))
-    e = e.to(gl.int64)
-    if GATED:
-        left_ptrs = bias_ptr + e * 2 * WIDTH + (2 * c if INTERLEAVED else c)
-        right_ptrs = left_ptrs + (1 if INTERLEAVED else WIDTH)
-        in_right = c < WIDTH
-    else:
-        left_ptrs = bias_ptr + e * WIDTH + c
-        right_ptrs = left_ptrs + _COLUMNS
-        in_right = c + _COLUMNS < WIDTH
+    left_ptrs = bias_ptr + e.to(gl.int64) * (2 * WIDTH if GATED else WIDTH) + c
+    right_ptrs = left_ptrs + (WIDTH if GATED else _COLUMNS)
+    in_right = c < (WIDTH if GATED else WIDTH - _COLUMNS)
     left += gl.load(left_ptrs, mask=c < WIDTH, other=0.0).to(gl.float32)[None, :]
     right += gl.load(right_ptrs, mask=in_right, other=0.0).to(gl.float32)[None, :]
     return left, right
@@ -240,7 +243,6 @@ def _multiply_tiles(
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_LIMIT: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
     GATHER: gl.constexpr,
     GROUP: gl.constexpr,
     BLOCK_R: gl.constexpr,
@@ -250,7 +252,9 @@ def _multiply_tiles(
     """A warpgroup's part: rows 64 * GROUP and on of each block."""
     GROUPS: gl.constexpr = BLOCK_R // _GROUP_ROWS
     WIDE: gl.constexpr = _COLUMNS if GATED else 2 * _COLUMNS
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    # Three warpgroups have too few registers for an instruction that writes all 256 columns.
+    wide_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    narrow_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     w_stages = w_smem._reinterpret(w_smem.dtype, [STAGES, 2 * _COLUMNS, 64], w_smem.type.layout)
     num_blocks = gl.load(totals_ptr)
     tiles_across = gl.cdiv(WIDTH, WIDE)
@@ -261,31 +265,42 @@ def _multiply_tiles(
         if rows <= GROUP * _GROUP_ROWS:
             n = pass_by(full, empty, n, steps, STAGES)
         else:
-            acc = gl.zeros([_GROUP_ROWS, 2 * _COLUMNS], gl.float32, mma)
+            if GROUPS < 3:
+                acc = gl.zeros([_GROUP_ROWS, 2 * _COLUMNS], gl.float32, wide_mma)
+            else:
+                left = gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, narrow_mma)
+                right = gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, narrow_mma)
             for step in range(steps):
                 stage = n % STAGES
                 mbarrier.wait(full.index(stage), n // STAGES & 1)
                 if GATHER:
                     fence_async_shared()
                 x = x_smem.index(GROUPS * stage + GROUP)
-                w = w_stages.index(stage).permute((1, 0))
-                acc = warpgroup_mma(x, w, acc, use_acc=step > 0, is_async=True)
                 # One step of products stays in flight: those of the step before are done, and its stage is free.
-                acc = warpgroup_mma_wait(1, [acc])
+                if GROUPS < 3:
+                    w = w_stages.index(stage).permute((1, 0))
+                    acc = warpgroup_mma(x, w, acc, use_acc=step > 0, is_async=True)
+                    acc = warpgroup_mma_wait(1, [acc])
+                else:
+                    w = w_smem.index(2 * stage).permute((1, 0))
+                    left = warpgroup_mma(x, w, left, use_acc=step > 0, is_async=True)
+                    w = w_smem.index(2 * stage + 1).permute((1, 0))
+                    right = warpgroup_mma(x, w, right, use_acc=step > 0, is_async=True)
+                    left, right = warpgroup_mma_wait(2, [left, right])
                 mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=step > 0)
                 n += 1
-            acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
-            if GATED and INTERLEAVED:
-                left, right = acc.reshape(_GROUP_ROWS, _COLUMNS, 2).split()
-            else:
+            if GROUPS < 3:
+                acc = warpgroup_mma_wait(0, [acc])
                 left, right = acc.reshape(_GROUP_ROWS, 2, _COLUMNS).permute(0, 2, 1).split()
+            else:
+                left, right = warpgroup_mma_wait(0, [left, right])
+            mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
             if topk_weights_ptr is not None:
                 weight = weight_of_rows(topk_weights_ptr, sorted_ptr, start, rows, left, GROUP)
                 left *= weight
                 right *= weight
             if bias_ptr is not None:
-                left, right = add_bias(left, right, bias_ptr, e, across, WIDTH, GATED, INTERLEAVED)
+                left, right = add_bias(left, right, bias_ptr, e, across, WIDTH, GATED)
             DTYPE: gl.constexpr = y_ptr.dtype.element_ty
             if GATED:
                 y = activate(left, right, limit, alpha, beta, ACTIVATION, HAS_LIMIT)
@@ -316,45 +331,69 @@ def _specialized_gemm_kernel(
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HAS_LIMIT: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
     GATHER: gl.constexpr,
     BLOCK_R: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_R: gl.constexpr,
+    PDL: gl.constexpr,
     MULTIPLIER_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):
+    if PDL:
+        begin_dependent()
     x_smem, w_smem, full, empty = shared_memory(y_ptr.dtype.element_ty, BLOCK_R, STAGES, GATHER)
     # A tuple with a name would lose its constants, so they are all written out.
     if BLOCK_R == _GROUP_ROWS:
         gl.warp_specialize([
             (_multiply_tiles, (
                 y_ptr, bias_ptr, topk_weights_ptr, sorted_ptr, blocks_ptr, totals_ptr, limit, alpha, beta,
-                x_smem, w_smem, full, empty, DEPTH, WIDTH, GATED, ACTIVATION, HAS_LIMIT, INTERLEAVED, GATHER,
+                x_smem, w_smem, full, empty, DEPTH, WIDTH, GATED, ACTIVATION, HAS_LIMIT, GATHER,
                 0, BLOCK_R, STAGES, GROUP_R,
             )),
             (load_tiles, (
                 x, x_stride_r, w_desc, sorted_ptr, blocks_ptr, totals_ptr, x_smem, w_smem, full, empty, DEPTH, WIDTH, K,
-                GATED, INTERLEAVED, GATHER, BLOCK_R, STAGES, GROUP_R,
+                GATED, GATHER, BLOCK_R, STAGES, GROUP_R,
             )),
         ], [4], [LOADER_REGISTERS])  # fmt: skip
-    else:
+    elif BLOCK_R == 2 * _GROUP_ROWS:
         gl.warp_specialize([
             (_multiply_tiles, (
                 y_ptr, bias_ptr, topk_weights_ptr, sorted_ptr, blocks_ptr, totals_ptr, limit, alpha, beta,
-                x_smem, w_smem, full, empty, DEPTH, WIDTH, GATED, ACTIVATION, HAS_LIMIT, INTERLEAVED, GATHER,
+                x_smem, w_smem, full, empty, DEPTH, WIDTH, GATED, ACTIVATION, HAS_LIMIT, GATHER,
                 0, BLOCK_R, STAGES, GROUP_R,
             )),
             (_multiply_tiles, (
                 y_ptr, bias_ptr, topk_weights_ptr, sorted_ptr, blocks_ptr, totals_ptr, limit, alpha, beta,
-                x_smem, w_smem, full, empty, DEPTH, WIDTH, GATED, ACTIVATION, HAS_LIMIT, INTERLEAVED, GATHER,
+                x_smem, w_smem, full, empty, DEPTH, WIDTH, GATED, ACTIVATION, HAS_LIMIT, GATHER,
                 1, BLOCK_R, STAGES, GROUP_R,
             )),
             (load_tiles, (
                 x, x_stride_r, w_desc, sorted_ptr, blocks_ptr, totals_ptr, x_smem, w_smem, full, empty, DEPTH, WIDTH, K,
-                GATED, INTERLEAVED, GATHER, BLOCK_R, STAGES, GROUP_R,
+                GATED, GATHER, BLOCK_R, STAGES, GROUP_R,
             )),
         ], [4, 4], [MULTIPLIER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply_tiles, (
+                y_ptr, bias_ptr, topk_weights_ptr, sorted_ptr, blocks_ptr, totals_ptr, limit, alpha, beta,
+                x_smem, w_smem, full, empty, DEPTH, WIDTH, GATED, ACTIVATION, HAS_LIMIT, GATHER,
+                0, BLOCK_R, STAGES, GROUP_R,
+            )),
+            (_multiply_tiles, (
+                y_ptr, bias_ptr, topk_weights_ptr, sorted_ptr, blocks_ptr, totals_ptr, limit, alpha, beta,
+                x_smem, w_smem, full, empty, DEPTH, WIDTH, GATED, ACTIVATION, HAS_LIMIT, GATHER,
+                1, BLOCK_R, STAGES, GROUP_R,
+            )),
+            (_multiply_tiles, (
+                y_ptr, bias_ptr, topk_weights_ptr, sorted_ptr, blocks_ptr, totals_ptr, limit, alpha, beta,
+                x_smem, w_smem, full, empty, DEPTH, WIDTH, GATED, ACTIVATION, HAS_LIMIT, GATHER,
+                2, BLOCK_R, STAGES, GROUP_R,
+            )),
+            (load_tiles, (
+                x, x_stride_r, w_desc, sorted_ptr, blocks_ptr, totals_ptr, x_smem, w_smem, full, empty, DEPTH, WIDTH, K,
+                GATED, GATHER, BLOCK_R, STAGES, GROUP_R,
+            )),
+        ], [4, 4, 4], [MULTIPLIER_REGISTERS, MULTIPLIER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
 def specialized_gemm_gated(
@@ -370,8 +409,9 @@ def specialized_gemm_gated(
     block_rows: int,
     tile: GemmTile,
     gathered: bool,
+    pdl: bool,
 ) -> None:
-    """See `grouped_gemm_gated`; H is a multiple of 64."""
+    """See `grouped_gemm_gated`; gates and ups are packed, and blocks of 192 rows want them gathered."""
     E, two_f, H = w13.shape
     F = two_f // 2
     if x_RH.stride(0) % 8 or x_RH.data_ptr() % 16:  # it is copied by 16 bytes
@@ -381,8 +421,9 @@ def specialized_gemm_gated(
         descriptor(w13.view(E * two_f, H), COLUMNS), bias, topk_weights_RK, rows.sorted_slots, rows.blocks, rows.totals,
         activation.limit or 0.0, activation.alpha, activation.beta, H, F,
         K=top_k, GATED=True, ACTIVATION=activation.name, HAS_LIMIT=activation.limit is not None,
-        INTERLEAVED=activation.interleaved, GATHER=not gathered, BLOCK_R=block_rows, STAGES=tile.num_stages,
-        GROUP_R=tile.group_rows, num_warps=4, **registers(block_rows),
+        GATHER=not gathered, BLOCK_R=block_rows, STAGES=tile.num_stages,
+        GROUP_R=tile.group_rows, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        **registers(block_rows),
     )  # fmt: skip
 
 
@@ -395,12 +436,14 @@ def specialized_gemm_down(
     bias: torch.Tensor | None,
     block_rows: int,
     tile: GemmTile,
+    pdl: bool,
 ) -> None:
     """See `grouped_gemm_down`."""
     E, H, F = w2.shape
     _specialized_gemm_kernel[grid_of(rows, -(-H // (2 * COLUMNS)), tile, w2.device)](
         out_SH, descriptor(x_SF, GROUP_ROWS), F, descriptor(w2.view(E * H, F), COLUMNS),
         bias, None, rows.sorted_slots, rows.blocks, rows.totals, 0.0, 0.0, 0.0, F, H,
-        K=1, GATED=False, ACTIVATION="silu", HAS_LIMIT=False, INTERLEAVED=False, GATHER=False, BLOCK_R=block_rows,
-        STAGES=tile.num_stages, GROUP_R=tile.group_rows, num_warps=4, **registers(block_rows),
+        K=1, GATED=False, ACTIVATION="silu", HAS_LIMIT=False, GATHER=False, BLOCK_R=block_rows,
+        STAGES=tile.num_stages, GROUP_R=tile.group_rows, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        **registers(block_rows),
     )  # fmt: skip

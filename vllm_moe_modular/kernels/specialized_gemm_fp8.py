@@ -30,6 +30,7 @@ from vllm_moe_modular.kernels.specialized_gemm import (
     GROUP_ROWS,
     activate,
     add_bias,
+    begin_dependent,
     block_of,
     descriptor,
     load_tiles,
@@ -149,7 +150,7 @@ def _multiply_tiles_fp8(
                 left *= weight
                 right *= weight
             if bias_ptr is not None:
-                left, right = add_bias(left, right, bias_ptr, e, across, WIDTH, GATED, False)
+                left, right = add_bias(left, right, bias_ptr, e, across, WIDTH, GATED)
             if GATED:
                 y = activate(left, right, limit, alpha, beta, ACTIVATION, HAS_LIMIT)
                 values, scales = _quantize(y)
@@ -192,9 +193,12 @@ def _specialized_gemm_fp8_kernel(
     BLOCK_R: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_R: gl.constexpr,
+    PDL: gl.constexpr,
     MULTIPLIER_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):
+    if PDL:
+        begin_dependent()
     x_smem, w_smem, full, empty = shared_memory(gl.float8e4nv, BLOCK_R, STAGES, GATHER)
     # A tuple with a name would lose its constants, so they are all written out.
     if BLOCK_R == _GROUP_ROWS:
@@ -207,7 +211,7 @@ def _specialized_gemm_fp8_kernel(
             )),
             (load_tiles, (
                 x, DEPTH, w_desc, sorted_ptr, blocks_ptr, totals_ptr, x_smem, w_smem, full, empty, DEPTH, WIDTH, K,
-                GATED, False, GATHER, BLOCK_R, STAGES, GROUP_R,
+                GATED, GATHER, BLOCK_R, STAGES, GROUP_R,
             )),
         ], [4], [LOADER_REGISTERS])  # fmt: skip
     else:
@@ -226,7 +230,7 @@ def _specialized_gemm_fp8_kernel(
             )),
             (load_tiles, (
                 x, DEPTH, w_desc, sorted_ptr, blocks_ptr, totals_ptr, x_smem, w_smem, full, empty, DEPTH, WIDTH, K,
-                GATED, False, GATHER, BLOCK_R, STAGES, GROUP_R,
+                GATED, GATHER, BLOCK_R, STAGES, GROUP_R,
             )),
         ], [4, 4], [MULTIPLIER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
@@ -246,8 +250,9 @@ def specialized_gemm_gated_fp8(
     tile: GemmTile,
     gathered: bool,
     x_scale_strides: tuple[int, int, int],
+    pdl: bool,
 ) -> None:
-    """See `grouped_gemm_gated_fp8`; H and F are multiples of 128, gates and ups packed.
+    """See `grouped_gemm_gated_fp8`.
 
     Args:
         x_scale_strides: of an expert beyond its rows', of a row and of a group.
@@ -261,7 +266,8 @@ def specialized_gemm_gated_fp8(
         *x_scale_strides, H, F,
         K=top_k, GATED=True, ACTIVATION=activation.name, HAS_LIMIT=activation.limit is not None,
         BLOCK_SCALED=w13_scale.dim() == 3, GATHER=not gathered, BLOCK_R=block_rows, STAGES=tile.num_stages,
-        GROUP_R=tile.group_rows, num_warps=4, **registers(block_rows),
+        GROUP_R=tile.group_rows, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        **registers(block_rows),
     )  # fmt: skip
 
 
@@ -275,12 +281,14 @@ def specialized_gemm_down_fp8(
     bias: torch.Tensor | None,
     block_rows: int,
     tile: GemmTile,
+    pdl: bool,
 ) -> None:
-    """See `grouped_gemm_down_fp8`; F is a multiple of 128 and H of 256."""
+    """See `grouped_gemm_down_fp8`."""
     E, H, F = w2.shape
     _specialized_gemm_fp8_kernel[grid_of(rows, H // (2 * COLUMNS), tile, w2.device)](
         out_SH, None, descriptor(x.values, GROUP_ROWS), x.scales, descriptor(w2.view(E * H, F), COLUMNS), w2_scale,
         bias, None, rows.sorted_slots, rows.blocks, rows.totals, 0.0, 0.0, 0.0, 0, x.scales.stride(0), 1, F, H,
         K=1, GATED=False, ACTIVATION="silu", HAS_LIMIT=False, BLOCK_SCALED=w2_scale.dim() == 3, GATHER=False,
-        BLOCK_R=block_rows, STAGES=tile.num_stages, GROUP_R=tile.group_rows, num_warps=4, **registers(block_rows),
+        BLOCK_R=block_rows, STAGES=tile.num_stages, GROUP_R=tile.group_rows, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        **registers(block_rows),
     )  # fmt: skip

@@ -336,7 +336,7 @@ def _cell(place: _Place, *, is_fp8: bool) -> TunedCell:
     return TunedCell(
         rows=place.of("rows").power_of_two(1, MOST_ROWS),
         tiles=GemmTiles(
-            block_rows=tiles.of("block_rows").power_of_two(16, 1024),
+            block_rows=_block_rows(tiles.of("block_rows")),
             gated=_tile(tiles.of("gated"), fp8_columns=(BLOCK,) if is_fp8 else ()),
             down=_tile(tiles.of("down"), fp8_columns=(BLOCK, 2 * BLOCK) if is_fp8 else ()),
             gather_first="gather_first" in tiles.value and tiles.of("gather_first").flag(),
@@ -344,6 +344,11 @@ def _cell(place: _Place, *, is_fp8: bool) -> TunedCell:
         grouped_gemm_us=place.of("grouped_gemm_us").us(),
         **{name: place.of(name).us() for name in optional & place.value.keys()},
     )
+
+
+def _block_rows(place: _Place) -> int:
+    """192 are three warpgroups of a specialised GEMM."""
+    return 192 if place.value == 192 else place.power_of_two(16, 1024)
 
 
 def _tile(place: _Place, *, fp8_columns: tuple[int, ...]) -> GemmTile:
