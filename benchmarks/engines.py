@@ -55,6 +55,10 @@ class Engine:
             raise RuntimeError(f"{self.name} ended with {self.process.wait()}; {self.log} ends with\n{tail}")
         return json.loads(line)
 
+    def lines_with(self, text: str) -> int:
+        """Of the log, so far."""
+        return sum(text in line for line in self.log.read_text(errors="replace").splitlines())
+
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -85,6 +89,10 @@ class Ranks:
         for rank, answer in enumerate(answers):
             merged[rank :: len(self.engines)] = answer
         return merged
+
+    def lines_with(self, text: str) -> int:
+        """Of all logs, so far."""
+        return sum(engine.lines_with(text) for engine in self.engines)
 
     def stop(self) -> None:
         for engine in self.engines:

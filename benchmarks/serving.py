@@ -149,6 +149,8 @@ def check_together(models: Sequence[str], plan: Plan, folder: Path) -> Iterator[
                 result: dict[str, object] = {"model": model, "dtype": dtype, "experts": on.name}
                 try:
                     result |= compare(off, on, prompts, truth[model])
+                    if plan.extra_on.get("enable_eplb"):  # no line: experts never moved, and nothing was shown
+                        result["rearranged"] = on.lines_with("Rearranging experts")
                 except RuntimeError as e:
                     result |= {"failed": str(e)}
                 yield result

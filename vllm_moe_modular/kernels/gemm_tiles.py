@@ -89,6 +89,7 @@ def choose_tiles(
     if itemsize == 1:
         tiles = _choose_fp8_tiles(mean_rows, intermediate=intermediate, room=shared_memory_bytes - _EPILOGUE_BYTES)
         return _specialized_fp8(tiles, mean_rows) if specialize else tiles
+    specialize = specialize and itemsize == 2
     if specialize and mean_rows >= 192 and intermediate < 4096:
         return GemmTiles(128, gated=_SPECIALIZED, down=replace(_SPECIALIZED, block_columns=256))
     if specialize and 96 <= mean_rows < 192 and intermediate >= 4096:
