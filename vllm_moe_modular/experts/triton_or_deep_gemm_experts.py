@@ -22,7 +22,7 @@ from vllm_moe_modular.modular.workspace import BufferSpec
 def prefers_deep_gemm(*, slots: int, num_experts: int, fp8: bool, tuned: TunedCell | None = None) -> bool:
     """Pure; the limit was measured on an H200: benchmarks/notes_experts.md.
 
-    Few rows per expert fill blocks of 128 badly. In bfloat16 it gains at most 7 % and takes up to twice the scratch
+    Few rows per expert fill blocks of 128 badly. In bfloat16 it gains at most 4 % and takes up to twice the scratch
     memory, because it needs the rows copied: who wants that names `deep_gemm`.
 
     Args:
