@@ -185,6 +185,22 @@ def test_rows_of_a_wider_tensor() -> None:
     assert torch.equal(run(replace(rows, x=wide), weights, experts), run(rows, weights, experts))
 
 
+@pytest.mark.parametrize(("rows", "fewer"), [(12_288, 12_287), (4096, 4095), (24_576, 24_575)])
+def test_a_workspace_for_many_rows_is_enough_for_fewer(rows: int, fewer: int) -> None:
+    """Blocks get lower with the rows, and more of them: here by one that outweighs a row."""
+    E, H, F = 512, 64, 64
+    weights = ExpertWeights(w13=torch.empty(E, 2 * F, H, device="meta"), w2=torch.empty(E, H, F, device="meta"))
+
+    def nbytes(R: int) -> int:
+        given = StandardRows(
+            torch.empty(R, H, device="meta"), torch.empty(R, 1, dtype=torch.int32, device="meta"),
+            torch.empty(R, 1, device="meta"),
+        )  # fmt: skip
+        return sum(spec.nbytes for spec in TritonExperts(SILU).workspace(given, weights))
+
+    assert nbytes(fewer) <= nbytes(rows)
+
+
 def test_workspace_is_no_larger_than_the_plain_one() -> None:
     """The plain one: all 2F columns or the expert rows, whichever is larger, and the activated rows."""
     case = Case("", R=512, K=8, E=64, H=256, F=96)

@@ -1,16 +1,18 @@
-"""The triton experts with a tuned table: they run what it says, give the same result, and reserve for it."""
+"""The triton experts with a tuned table: they run what it says and give the same result."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.experts.test_triton_experts import SILU, Case, reference, run
 from tests.kernels.interpreter import rounds_to_nearest  # noqa: F401
+from vllm_moe_modular.experts import triton_experts
 from vllm_moe_modular.experts.triton_experts import TritonExperts
 from vllm_moe_modular.experts.triton_or_deep_gemm_experts import prefers_deep_gemm
-from vllm_moe_modular.kernels.align_rows import scratch_ints
 from vllm_moe_modular.kernels.gemm_tiles import GemmTile, GemmTiles
+from vllm_moe_modular.kernels.grouped_gemm_gated import grouped_gemm_gated
 from vllm_moe_modular.kernels.tuned_tables import TunedCell, TunedTable, tuned_shape
 from vllm_moe_modular.testing.tolerance import assert_as_accurate_as
 
@@ -22,7 +24,14 @@ def tuned(weights, cell: TunedCell = CELL) -> TritonExperts:  # type: ignore[no-
     return TritonExperts(SILU, tuned=TunedTable("", {tuned_shape(weights, 2): (cell,)}))
 
 
-def test_a_table_is_honoured_and_right() -> None:
+def test_a_table_is_honoured_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def gated(*args: Any, **named: Any) -> None:
+        ran.append((named["block_rows"], named["tile"], named["gathered"]))
+        grouped_gemm_gated(*args, **named)
+
+    monkeypatch.setattr(triton_experts, "grouped_gemm_gated", gated)
     case = Case("", R=13)
     rows, weights = case.problem(torch.float16)
     experts = tuned(weights)
@@ -30,8 +39,7 @@ def test_a_table_is_honoured_and_right() -> None:
     assert torch.equal(got, run(rows, weights, TritonExperts(SILU, tiles=TILES)))
     naive, truth = (reference(rows, weights, case, dtype) for dtype in (torch.float16, torch.float64))
     assert_as_accurate_as(got, naive, truth)
-    E = len(weights.w2)
-    assert experts.workspace(rows, weights)[-1].shape == (scratch_ints(13 * 2, E, 32),)
+    assert ran == [(TILES.block_rows, TILES.gated, TILES.gather_first)] * 2
 
 
 @pytest.mark.parametrize(("small_us", "buffers"), [(9.0, 2), (11.0, 3)], ids=["slot by slot", "in blocks"])

@@ -92,6 +92,7 @@ def main() -> None:
         "gated, all options": plain(128, gated=True, gather=True, odd=True),
         "gated, blocks of 192 rows": plain(192, gated=True, gather=False),
         "down, blocks of 192 rows": plain(192, gated=False, gather=False),
+        "gated, blocks of 192 rows, all options": plain(192, gated=True, gather=False, odd=True),
         "down": plain(128, gated=False, gather=False),
         "fp8 gated": fp8(128, gated=True, gather=True),
         "fp8 gated, blocks of 64 rows": fp8(64, gated=True, gather=True),

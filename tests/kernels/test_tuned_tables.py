@@ -215,6 +215,53 @@ def test_a_malformed_table_names_file_and_key(path: str, value: Any, says: str, 
         read_table(file)
 
 
+def specialized(weights: str, **changes: Any) -> dict[str, Any]:
+    """`good` with both tiles specialised, and what a GEMM would hang on, or not run."""
+    top = good()
+    top["shapes"][0]["weights"] = weights
+    tiles = top["shapes"][0]["cells"][0]["tiles"]
+    depth = 128 if weights == FP8 else 64
+    for name, columns in (("gated", 128), ("down", 256)):
+        tiles[name] |= {"block_columns": columns, "block_depth": depth, "programs_per_sm": 1, "specialized": True}
+    tiles |= {"block_rows": changes.pop("block_rows", 128), "gather_first": changes.pop("gather_first", False)}
+    tiles["gated"] |= changes
+    return top
+
+
+@pytest.mark.parametrize("weights", [FP8, BF16])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_stages": 1}, r"tiles.gated takes, if specialized, .*2 or more num_stages"),
+        ({"block_columns": 64}, r"tiles.gated takes"),
+        ({"programs_per_sm": 2}, r"tiles.gated takes, if specialized"),
+        ({"block_rows": 32}, r"tiles.block_rows takes 64, 128 or 192 with a specialized tile"),
+        ({"block_rows": 192}, r"tiles.block_rows takes 192 only in 16 bits, with gather_first"),
+        ({"block_rows": 192, "gather_first": True, "specialized": False}, r"tiles.block_rows takes 192 only"),
+    ],
+)
+def test_a_specialized_tile_that_would_hang_is_refused(
+    weights: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(specialized(weights)))
+    read_table(file)
+    file.write_text(json.dumps(specialized(weights, **changes)))
+    with pytest.raises(TunedTableError, match=rf"{file}: .*{says}"):
+        read_table(file)
+
+
+def test_blocks_of_192_rows_come_back(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(specialized(BF16, block_rows=192, gather_first=True)))
+    made = read_table(file)
+    write_table(tmp_path / "again.json", made)
+    assert read_table(tmp_path / "again.json") == made
+    file.write_text(json.dumps(specialized(FP8, block_rows=192, gather_first=True)))
+    with pytest.raises(TunedTableError, match="takes 192 only in 16 bits"):
+        read_table(file)
+
+
 @pytest.mark.parametrize("text", ["{", "[" * 200_000, "9" * 5000])
 def test_what_is_no_json_names_the_file(text: str, tmp_path: Path) -> None:
     file = tmp_path / "table.json"

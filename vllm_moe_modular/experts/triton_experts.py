@@ -26,7 +26,7 @@ from vllm_moe_modular.experts.requirements import (
 )
 from vllm_moe_modular.kernels.align_rows import align_rows, scratch_ints
 from vllm_moe_modular.kernels.gather_rows import gather_rows
-from vllm_moe_modular.kernels.gemm_tiles import GemmTiles, choose_tiles
+from vllm_moe_modular.kernels.gemm_tiles import LOWEST_BLOCK, GemmTiles, choose_tiles
 from vllm_moe_modular.kernels.grouped_gemm_down import grouped_gemm_down
 from vllm_moe_modular.kernels.grouped_gemm_down_fp8 import grouped_gemm_down_fp8
 from vllm_moe_modular.kernels.grouped_gemm_gated import grouped_gemm_gated
@@ -103,7 +103,8 @@ class TritonExperts(PermuteExpertsUnpermute):
         return (
             BufferSpec((max(activated, R * H),), rows.dtype),
             BufferSpec((expert_rows,), rows.dtype),
-            BufferSpec((scratch_ints(R * K, E, self._tiles_for(rows, weights).block_rows),), torch.int32),
+            # As for the lowest blocks: what is enough for many rows is then enough for few, whose blocks may be lower.
+            BufferSpec((scratch_ints(R * K, E, LOWEST_BLOCK),), torch.int32),
         )
 
     def apply(

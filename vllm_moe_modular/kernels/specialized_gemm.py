@@ -69,6 +69,12 @@ def registers(block_rows: int) -> dict[str, int]:
     return {"MULTIPLIER_REGISTERS": multiplier, "LOADER_REGISTERS": loader}
 
 
+def copyable_rows(x: torch.Tensor) -> torch.Tensor:
+    """[R, D] for copies by 16 bytes: itself, or a copy of rows that lie at odd places."""
+    is_copyable = x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0  # 16 elements is what the compiler is told of
+    return x if is_copyable else x.clone(memory_format=torch.contiguous_format)
+
+
 def descriptor(t: torch.Tensor, rows: int) -> TensorDescriptor:
     """Of a contiguous [N, D], for copies of so many rows and one step."""
     box = [rows, STEP_BYTES // t.element_size()]
@@ -414,8 +420,12 @@ def specialized_gemm_gated(
     """See `grouped_gemm_gated`; gates and ups are packed, and blocks of 192 rows want them gathered."""
     E, two_f, H = w13.shape
     F = two_f // 2
-    if x_RH.stride(0) % 8 or x_RH.data_ptr() % 16:  # it is copied by 16 bytes
-        x_RH = x_RH.contiguous()
+    assert not activation.interleaved, "interleaved gates in a specialised GEMM"
+    assert H % 64 == 0, f"rows of {H} columns in a specialised GEMM"
+    assert tile.num_stages >= 2, "one stage in a specialised GEMM, which frees it a step later"
+    gathered = gathered or rows.sorted_slots is None
+    assert gathered or block_rows <= 2 * GROUP_ROWS, f"blocks of {block_rows} rows that are not gathered"
+    x_RH = copyable_rows(x_RH)
     _specialized_gemm_kernel[grid_of(rows, -(-F // COLUMNS), tile, w13.device)](
         out_SF, descriptor(x_RH, GROUP_ROWS) if gathered else x_RH, x_RH.stride(0),
         descriptor(w13.view(E * two_f, H), COLUMNS), bias, topk_weights_RK, rows.sorted_slots, rows.blocks, rows.totals,
@@ -440,6 +450,7 @@ def specialized_gemm_down(
 ) -> None:
     """See `grouped_gemm_down`."""
     E, H, F = w2.shape
+    assert tile.num_stages >= 2, "one stage in a specialised GEMM, which frees it a step later"
     _specialized_gemm_kernel[grid_of(rows, -(-H // (2 * COLUMNS)), tile, w2.device)](
         out_SH, descriptor(x_SF, GROUP_ROWS), F, descriptor(w2.view(E * H, F), COLUMNS),
         bias, None, rows.sorted_slots, rows.blocks, rows.totals, 0.0, 0.0, 0.0, F, H,

@@ -32,6 +32,7 @@ from vllm_moe_modular.kernels.specialized_gemm import (
     add_bias,
     begin_dependent,
     block_of,
+    copyable_rows,
     descriptor,
     load_tiles,
     pass_by,
@@ -259,8 +260,13 @@ def specialized_gemm_gated_fp8(
     """
     E, two_f, H = w13.shape
     F = two_f // 2
+    assert not activation.interleaved, "interleaved gates in a specialised GEMM"
+    assert H % 128 == F % 128 == 0, f"{H} and {F} columns in a specialised fp8 GEMM"
+    assert block_rows <= 2 * GROUP_ROWS, f"blocks of {block_rows} rows in a specialised fp8 GEMM"
+    gathered = gathered or rows.sorted_slots is None
+    values = copyable_rows(x.values)
     _specialized_gemm_fp8_kernel[grid_of(rows, F // COLUMNS, tile, w13.device)](
-        out.values, out.scales, descriptor(x.values, GROUP_ROWS) if gathered else x.values, x.scales,
+        out.values, out.scales, descriptor(values, GROUP_ROWS) if gathered else values, x.scales,
         descriptor(w13.view(E * two_f, H), COLUMNS), w13_scale, bias, topk_weights_RK,
         rows.sorted_slots, rows.blocks, rows.totals, activation.limit or 0.0, activation.alpha, activation.beta,
         *x_scale_strides, H, F,
@@ -285,6 +291,8 @@ def specialized_gemm_down_fp8(
 ) -> None:
     """See `grouped_gemm_down_fp8`."""
     E, H, F = w2.shape
+    assert H % 256 == F % 128 == 0, f"{H} and {F} columns in a specialised fp8 GEMM"
+    assert block_rows <= 2 * GROUP_ROWS, f"blocks of {block_rows} rows in a specialised fp8 GEMM"
     _specialized_gemm_fp8_kernel[grid_of(rows, H // (2 * COLUMNS), tile, w2.device)](
         out_SH, None, descriptor(x.values, GROUP_ROWS), x.scales, descriptor(w2.view(E * H, F), COLUMNS), w2_scale,
         bias, None, rows.sorted_slots, rows.blocks, rows.totals, 0.0, 0.0, 0.0, 0, x.scales.stride(0), 1, F, H,

@@ -331,24 +331,37 @@ class _Place:
 def _cell(place: _Place, *, is_fp8: bool) -> TunedCell:
     optional = {"untuned_us", "small_batch_us", "deep_gemm_us"}
     place.require_keys({"rows", "tiles", "grouped_gemm_us"}, optional)
-    tiles = place.of("tiles")
-    tiles.require_keys({"block_rows", "gated", "down"}, {"gather_first"})
     return TunedCell(
         rows=place.of("rows").power_of_two(1, MOST_ROWS),
-        tiles=GemmTiles(
-            block_rows=_block_rows(tiles.of("block_rows")),
-            gated=_tile(tiles.of("gated"), fp8_columns=(BLOCK,) if is_fp8 else ()),
-            down=_tile(tiles.of("down"), fp8_columns=(BLOCK, 2 * BLOCK) if is_fp8 else ()),
-            gather_first="gather_first" in tiles.value and tiles.of("gather_first").flag(),
-        ),
+        tiles=_tiles(place.of("tiles"), is_fp8=is_fp8),
         grouped_gemm_us=place.of("grouped_gemm_us").us(),
         **{name: place.of(name).us() for name in optional & place.value.keys()},
     )
 
 
-def _block_rows(place: _Place) -> int:
-    """192 are three warpgroups of a specialised GEMM."""
-    return 192 if place.value == 192 else place.power_of_two(16, 1024)
+def _tiles(place: _Place, *, is_fp8: bool) -> GemmTiles:
+    place.require_keys({"block_rows", "gated", "down"}, {"gather_first"})
+    block_rows = place.of("block_rows")
+    tiles = GemmTiles(
+        block_rows=192 if block_rows.value == 192 else block_rows.power_of_two(16, 1024),
+        gated=_tile(place.of("gated"), fp8_columns=(BLOCK,) if is_fp8 else ()),
+        down=_tile(place.of("down"), fp8_columns=(BLOCK, 2 * BLOCK) if is_fp8 else ()),
+        gather_first="gather_first" in place.value and place.of("gather_first").flag(),
+    )
+    # What a specialised GEMM does not take it would hang on.
+    if tiles.specialized and tiles.block_rows not in (64, 128, 192):
+        raise block_rows.wrong("takes 64, 128 or 192 with a specialized tile")
+    both = tiles.gated.specialized and tiles.down.specialized
+    if tiles.block_rows == 192 and (is_fp8 or not both or not tiles.gather_first):
+        raise block_rows.wrong("takes 192 only in 16 bits, with gather_first and both tiles specialized")
+    for name, tile, columns in (("gated", tiles.gated, 128), ("down", tiles.down, 256)):
+        fits = tile.block_columns == columns and tile.block_depth == (128 if is_fp8 else 64)
+        if tile.specialized and not (fits and tile.num_stages >= 2 and tile.programs_per_sm == 1):
+            raise place.of(name).wrong(
+                f"takes, if specialized, block_columns of {columns}, 128 bytes of block_depth, 2 or more num_stages "
+                "and programs_per_sm of 1"
+            )
+    return tiles
 
 
 def _tile(place: _Place, *, fp8_columns: tuple[int, ...]) -> GemmTile:
