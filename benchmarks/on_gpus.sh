@@ -16,6 +16,8 @@
 #   speed_fp8  the same with weights in fp8 blocks                        5 minutes: vLLM compiles DeepGEMM for each graph
 #   kit      the conformance kit on every part; ranks share the GPU, or   4 minutes
 #            have one each
+#   kit_nccl  the all-to-alls of the kit over NCCL; on one GPU an NCCL    2 minutes
+#            from 2.30 on in NCCL
 #   stress   100,000 random steps of nvlink's kernels, all ranks in one   6 minutes
 #            process; 200 more under compute-sanitizer
 #   all2all  nvlink, DeepEP and pplx on two ranks, check by check         2 minutes
@@ -94,6 +96,14 @@ for part in "$@"; do
         try="timeout 240 $cli conformance {} --device cuda >$out/kit_{}.log 2>&1 || echo {} ended with \$?"
         faulty=$(echo "$parts" | tr ' ' '\n' | xargs -P 5 -I{} sh -c "$try")
         tail -qn 12 "$out"/kit_*.log | cut -c1-400
+        echo "${faulty:-every part passed}"
+        [ -z "$faulty" ]
+        ;;
+    kit_nccl)
+        shared_gpu_nccl
+        export NCCL_MULTI_RANK_GPU_ENABLE=1
+        faulty=""
+        for name in allgather torch nvlink; do run 120 $cli conformance $name --device cuda || faulty="$faulty $name"; done
         echo "${faulty:-every part passed}"
         [ -z "$faulty" ]
         ;;

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from vllm_moe_modular.testing import ranks
 from vllm_moe_modular.testing.ranks import Function, Here, RankFailedError, Ranks
 
 
@@ -65,3 +66,18 @@ def test_life_of_ranks() -> None:
 def test_failure_names_the_rank(fn: Function, timeout_s: float, message: str) -> None:
     with Ranks(2) as ranks, pytest.raises(RankFailedError, match=message):
         ranks.run(fn, 1, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("shared", "told", "backend"),
+    [(False, None, "nccl"), (True, None, "gloo"), (True, "0", "gloo"), (True, "1", "nccl")],
+    ids=["a device each", "shared", "shared, NCCL may not", "shared, NCCL may"],
+)
+def test_what_ranks_on_cuda_meet_over(
+    shared: bool, told: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "shares_devices", lambda _: shared)
+    monkeypatch.delenv(ranks.NCCL_ON_SHARED, raising=False)
+    if told is not None:
+        monkeypatch.setenv(ranks.NCCL_ON_SHARED, told)
+    assert ranks.cuda_ranks(2)._backend == backend

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 START_S = 120.0
 """How long the ranks may take to import torch and to meet, on a machine with other things to do."""
 
+NCCL_ON_SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's own switch: ranks may share a device."""
+
 _OTHERS_S = 2.0
 """How long the other ranks may go on once one has failed, so that their errors are reported too."""
 
@@ -201,9 +204,11 @@ def run_ranks(
 def cuda_ranks(size: int, *, poison: bool = True) -> Ranks:
     """Ranks on CUDA devices: over NCCL with one for each rank, else over gloo on shared ones.
 
-    On a shared device the kernels of two ranks take turns, so that a wait for a peer lasts milliseconds.
+    On a shared device the kernels of two ranks take turns, so that a wait for a peer lasts milliseconds. NCCL from 2.30
+    on works there too, where `NCCL_MULTI_RANK_GPU_ENABLE=1` says so, and is taken then.
     """
-    return Ranks(size, backend="gloo" if shares_devices(size) else "nccl", device="cuda", poison=poison)
+    over_nccl = not shares_devices(size) or os.environ.get(NCCL_ON_SHARED) == "1"
+    return Ranks(size, backend="nccl" if over_nccl else "gloo", device="cuda", poison=poison)
 
 
 def shares_devices(size: int) -> bool:
@@ -216,7 +221,7 @@ def shares_devices(size: int) -> bool:
 def _serve(pipe: Connection, rank: int, size: int, backend: str, device: str, poison: bool) -> None:
     """The life of a rank: meet the others, then answer calls until the pipe closes."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    if device == "cuda" and backend == "gloo":
+    if device == "cuda":
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # symmetric memory of ranks on one device
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
