@@ -26,7 +26,7 @@ from vllm_moe_modular.experts.requirements import (
 )
 from vllm_moe_modular.kernels.align_rows import align_rows, scratch_ints
 from vllm_moe_modular.kernels.gather_rows import gather_rows
-from vllm_moe_modular.kernels.gemm_tiles import LOWEST_BLOCK, GemmTiles, choose_tiles
+from vllm_moe_modular.kernels.gemm_tiles import GemmTiles, choose_tiles
 from vllm_moe_modular.kernels.grouped_gemm_down import grouped_gemm_down
 from vllm_moe_modular.kernels.grouped_gemm_down_fp8 import grouped_gemm_down_fp8
 from vllm_moe_modular.kernels.grouped_gemm_gated import grouped_gemm_gated
@@ -88,7 +88,7 @@ class TritonExperts(PermuteExpertsUnpermute):
     def workspace(self, rows: Rows, weights: ExpertWeights) -> Sequence[BufferSpec]:
         """The activated rows (where the result goes once they are used up), the expert rows, indices.
 
-        The rows in fp8 lie where the expert rows come, which are written when they are used up.
+        Slots are ranked, and rows in fp8 lie, where the expert rows come, which are written when those are used up.
         """
         rows = standard(rows, experts="triton")
         R, K = rows.topk_ids.shape
@@ -103,8 +103,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         return (
             BufferSpec((max(activated, R * H),), rows.dtype),
             BufferSpec((expert_rows,), rows.dtype),
-            # As for the lowest blocks: what is enough for many rows is then enough for few, whose blocks may be lower.
-            BufferSpec((scratch_ints(R * K, E, LOWEST_BLOCK),), torch.int32),
+            BufferSpec((scratch_ints(R * K, E, self._tiles_for(rows, weights).block_rows),), torch.int32),
         )
 
     def apply(
@@ -179,7 +178,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         tiles = self._tiles_for(rows, weights)
         pdl = has_dependent_launch(rows.x.device)
         ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
-        aligned = align_rows(ids, E, tiles.block_rows, scratch=ints, pdl=pdl)
+        aligned = align_rows(ids, E, tiles.block_rows, scratch=ints, ranks_S=_ints_of(y_pool, R * K), pdl=pdl)
         gather = tiles.gather_first and takes_descriptor(y_SH)
         if gather:
             gather_rows(rows.x, aligned, top_k=K, out_SH=y_SH, pdl=pdl)
@@ -217,7 +216,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         tiles = self._tiles_for(rows, weights)
         pdl = has_dependent_launch(rows.x.device)
         ids, topk_weights = rows.topk_ids.contiguous(), rows.topk_weights.contiguous()
-        aligned = align_rows(ids, E, tiles.block_rows, scratch=ints, pdl=pdl)
+        aligned = align_rows(ids, E, tiles.block_rows, scratch=ints, ranks_S=_ints_of(y_pool, R * K), pdl=pdl)
         x = Fp8Rows.within(y_pool, R * K, H)  # used up when the down GEMM writes its rows there
         gather = tiles.gather_first and takes_descriptor(x.values)
         if rows.x_scale is None:
@@ -268,6 +267,11 @@ class TritonExperts(PermuteExpertsUnpermute):
             specialize=can_specialize(weights.w13, weights.w2, interleaved=self._activation.interleaved),
             tuned=None if cell is None else cell.tiles,
         )
+
+
+def _ints_of(pool: torch.Tensor, count: int) -> torch.Tensor | None:
+    """So many int32 in the first bytes of the pool, if it has them: expert rows of one column in 16 bits have not."""
+    return pool.view(torch.int32)[:count] if pool.nbytes >= 4 * count and pool.nbytes % 4 == 0 else None
 
 
 def _require_fitting(rows: StandardRows, weights: ExpertWeights) -> None:

@@ -61,8 +61,12 @@ class AlignedRows:
 
 
 def scratch_ints(slots: int, num_experts: int, block_rows: int) -> int:
-    """int32 elements of scratch that `align_rows` takes: its results, the rank of each slot, a counter per expert."""
-    return 2 * slots + 4 * max_blocks(slots, num_experts, block_rows) + num_experts + 4
+    """int32 elements of scratch that `align_rows` takes: its results and a counter per expert.
+
+    Never less than for fewer slots, whose blocks `choose_tiles` may make lower: below each of its limits an expert has
+    at most two blocks in the mean, and one that is not full.
+    """
+    return slots + 4 * max(max_blocks(slots, num_experts, block_rows), 3 * num_experts) + num_experts + 4
 
 
 @triton.jit
@@ -162,7 +166,13 @@ def _place_kernel(
 
 
 def align_rows(
-    topk_ids_RK: torch.Tensor, num_experts: int, block_rows: int, *, scratch: torch.Tensor, pdl: bool = False
+    topk_ids_RK: torch.Tensor,
+    num_experts: int,
+    block_rows: int,
+    *,
+    scratch: torch.Tensor,
+    ranks_S: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> AlignedRows:
     """Group the slots by expert.
 
@@ -171,12 +181,12 @@ def align_rows(
         num_experts: ids from here on are dropped, as are ids below 0.
         block_rows: rows per block at most.
         scratch: int32, `scratch_ints` elements, uninitialised.
+        ranks_S: [S] int32, which many slots are ranked in, and which is free again when this is done; None: allocated.
         pdl: let the next kernel be launched early; it has to wait for this one itself.
     """
     S, E = topk_ids_RK.numel(), num_experts
     B = max_blocks(S, E, block_rows)
-    ints = scratch[: scratch_ints(S, E, block_rows)]
-    blocks, sorted_slots, ranks, counters, totals = ints.split([4 * B, S, S, E, 4])
+    blocks, sorted_slots, counters, totals = scratch[: 4 * B + S + E + 4].split([4 * B, S, E, 4])
     blocks = blocks.view(B, 4)
     tile = choose_tile(S)
     step = {"BLOCK_S": tile.block_s, "num_warps": tile.num_warps}
@@ -185,6 +195,7 @@ def align_rows(
         _align_in_one_launch_kernel[(E,)](sorted_slots, blocks, totals, topk_ids_RK, S, E, **step, **cut, PDL=pdl)
     else:
         grid = (triton.cdiv(S, tile.block_s),)
+        ranks = torch.empty_like(sorted_slots) if ranks_S is None else ranks_S
         counters.zero_()
         _rank_kernel[grid](ranks, counters, topk_ids_RK, S, E, **step)
         _place_kernel[grid](sorted_slots, blocks, totals, ranks, counters, topk_ids_RK, S, E, **step, **cut)

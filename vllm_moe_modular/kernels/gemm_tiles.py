@@ -19,9 +19,6 @@ import triton
 HOPPER_SHARED_MEMORY_BYTES = 227 * 1024
 """Of one program."""
 
-LOWEST_BLOCK = 16
-"""Rows of a block, at least."""
-
 _EPILOGUE_BYTES = 32 * 1024
 """Shared memory through which a tile is turned into rows to store, as the compiler reports it for the largest tiles."""
 
