@@ -17,7 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
 from vllm_moe_modular.kernels import specialized_gemm, specialized_gemm_fp8
-from vllm_moe_modular.kernels.specialized_gemm import registers
+from vllm_moe_modular.kernels.specialized_warps import registers
 
 H, F = 2048, 768
 STAGES = {64: 5, 128: 4, 192: 3}

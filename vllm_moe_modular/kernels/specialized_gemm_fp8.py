@@ -5,7 +5,7 @@ A step's products are added in float32 with their scales, as in `scaled_product`
 then, when they are added, those of the right one, because a third and a fourth accumulator would not find registers.
 Meanwhile the other warpgroup has the matrix unit. Scales are read a step ahead.
 
-Shapes: S slots, DEPTH and WIDTH as in `specialized_gemm`, multiples of 128.
+Shapes: S slots, DEPTH and WIDTH as in `specialized_gemm`: multiples of 128, and H of 256.
 Cost:   that of the kernels that it stands for.
 Reference: those of `grouped_gemm_gated_fp8` and `grouped_gemm_down_fp8`.
 """
@@ -25,7 +25,7 @@ from vllm_moe_modular.kernels.gated_activation import GatedActivation
 from vllm_moe_modular.kernels.gemm_tiles import GemmTile
 from vllm_moe_modular.kernels.launch import grid_of
 from vllm_moe_modular.kernels.quantize_fp8 import Fp8Rows, quantized
-from vllm_moe_modular.kernels.specialized_gemm import (
+from vllm_moe_modular.kernels.specialized_warps import (
     COLUMNS,
     GROUP_ROWS,
     activate,
