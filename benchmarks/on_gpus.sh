@@ -93,6 +93,7 @@ for part in "$@"; do
     kit)
         parts="triton triton_batched deep_gemm deep_gemm_batched triton_or_deep_gemm torch local allgather nvlink"
         ! python -c "import deep_ep" 2>/dev/null || parts="$parts deepep_high_throughput deepep_low_latency deepep_auto"
+        ! python -c "import pplx_kernels" 2>/dev/null || parts="$parts pplx"
         try="timeout 240 $cli conformance {} --device cuda >$out/kit_{}.log 2>&1 || echo {} ended with \$?"
         faulty=$(echo "$parts" | tr ' ' '\n' | xargs -P 5 -I{} sh -c "$try")
         tail -qn 12 "$out"/kit_*.log | cut -c1-400
